@@ -1,0 +1,128 @@
+"""The contract of a collective engine.
+
+An engine only moves and combines tensors. What is common to all engines lives above it, in
+`tfdist.operations`: argument checks, agreement between ranks before an eager collective, casts for dtypes an
+engine lacks, averages, gradients, sparse tensors, objects, error messages. So an engine stays small, and a
+new one needs nothing but these methods and the contract suite in tests/collectives/contract.py.
+
+Every method works eagerly and inside `tf.function`, returns tensors that truly depend on the communication
+(a collective without a consumer is pruned from one rank's graph while its peers wait for ever), and must be
+called by every rank of `group` with the same `name`. Names identify collectives across ranks: a rank that
+retraces, or traces in another order, still meets its peers.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+class ReduceOp(enum.Enum):
+    """How values of several ranks become one; the members are `tfdist.Sum`, `tfdist.Average`, and so on."""
+
+    SUM = "Sum"
+    AVERAGE = "Average"
+    MIN = "Min"
+    MAX = "Max"
+    PRODUCT = "Product"
+    LOGICAL_AND = "LogicalAnd"
+    LOGICAL_OR = "LogicalOr"
+    ADASUM = "Adasum"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The ranks that take part in a collective.
+
+    Attributes:
+        ranks: world ranks, ascending, without repetition.
+        index: number of the process set in order of creation, equal on all ranks; 0 is the whole world.
+    """
+
+    ranks: tuple[int, ...]
+    index: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def position(self, rank: int) -> int:
+        """Place of world rank `rank` in the group, 0-based."""
+        return self.ranks.index(rank)
+
+
+class Engine(abc.ABC):
+    """Moves tensors between the ranks of a world.
+
+    Attributes:
+        name: what the user writes in `init(backend=...)`.
+        native_ops: reductions that `allreduce` accepts; `tfdist.operations` expresses the others with these.
+        native_dtypes: names of dtypes that every method accepts; others are cast before and after.
+    """
+
+    name: ClassVar[str]
+    native_ops: ClassVar[frozenset[ReduceOp]]
+    native_dtypes: ClassVar[frozenset[str]]
+
+    @abc.abstractmethod
+    def start(self) -> None:
+        """Makes the engine ready; all ranks call it, before or in their first collective. Idempotent."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Orderly end; all ranks call it. Idempotent."""
+
+    @abc.abstractmethod
+    def abort(self, reason: str) -> None:
+        """Makes every pending and later collective of this rank fail with `reason`.
+
+        Called from the control thread when a peer is lost; must not block.
+        """
+
+    @abc.abstractmethod
+    def allreduce(
+        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group
+    ) -> list[tf.Tensor]:
+        """Combines tensors element-wise over the ranks; every rank receives bit-identical results.
+
+        Args:
+            tensors: dense tensors with statically known shapes, equal on all ranks; dtypes may be mixed.
+            op: one of `native_ops`.
+            name: identifies the collective on all ranks.
+            group: the ranks that take part.
+
+        Returns:
+            One tensor per input, same shapes and dtypes.
+        """
+
+    @abc.abstractmethod
+    def allgather(self, tensor: tf.Tensor, *, name: str, group: Group) -> tf.Tensor:
+        """Concatenates the ranks' tensors along axis 0, whose length may differ between ranks (0 included)."""
+
+    @abc.abstractmethod
+    def broadcast(
+        self, tensors: Sequence[tf.Tensor], root: int, *, name: str, group: Group
+    ) -> list[tf.Tensor]:
+        """Gives every rank the tensors of world rank `root`."""
+
+    @abc.abstractmethod
+    def alltoall(
+        self, tensor: tf.Tensor, splits: tf.Tensor, *, name: str, group: Group
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends `splits[i]` rows to the i-th rank of the group.
+
+        Args:
+            tensor: rows along axis 0.
+            splits: int32 `[group.size]`, its sum is the number of rows.
+            name: identifies the collective on all ranks.
+            group: the ranks that take part.
+
+        Returns:
+            The received rows in group order, and how many came from each rank (int32 `[group.size]`).
+        """

@@ -1,0 +1,303 @@
+"""Combines gradients over ranks: agreement, sparse rows, compression, buckets, averages.
+
+Gradients arrive last layer first, so buckets are filled in that order and each is reduced while earlier
+layers still compute theirs (Li et al. 2020, "PyTorch Distributed"). One large bucket would wait for the first
+layer; one collective per tensor pays the latency of each.
+
+Sparse gradients (`tf.IndexedSlices`, from embeddings): Keras 3 on TensorFlow does not sum rows that occur
+twice before it clips or updates, so Adam, RMSprop, Adagrad and every clipping get them wrong, and gathering
+rows from N ranks makes more of them. Duplicates are therefore summed here, at every world size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfdist import world
+from tfdist.collectives.base import Group, ReduceOp
+
+DEFAULT_BUCKET_BYTES = 8 << 20
+# Tables up to this size travel whole, in the buckets of the dense gradients: cheaper than gathering rows.
+SMALL_TABLE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass
+class GradientReducer:
+    """Combines one list of gradients per step over the ranks.
+
+    Attributes:
+        name: prefix of the collectives' names, equal on all ranks; what is reduced completes it.
+        op: `ReduceOp.AVERAGE`, `SUM` or `ADASUM`.
+        compression: an object with `compress(tensor) -> (tensor, context)` and `decompress(tensor, context)`.
+        sparse_as_dense: whether to reduce every sparse gradient as a dense one.
+        predivide_factor: with AVERAGE, gradients are divided by it before the sum and multiplied by
+            factor/size after, against overflow of small floats.
+        groups: None for buckets of `bucket_bytes`; a number of buckets; or lists of variables, each list one
+            bucket and every other variable one of its own.
+        group: ranks to reduce over; None for the whole world.
+        device_dense: device for dense collectives, "" for TensorFlow's choice.
+        device_sparse: the same for sparse ones.
+        local_variables: keys (`id`) of variables that stay local to their rank.
+        scale_local: whether local variables' gradients are divided by the number of ranks.
+        bucket_bytes: size of a bucket.
+    """
+
+    name: str
+    op: ReduceOp = ReduceOp.AVERAGE
+    compression: Any = None
+    sparse_as_dense: bool = False
+    predivide_factor: float = 1.0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    group: Group | None = None
+    device_dense: str = ""
+    device_sparse: str = ""
+    local_variables: set[int] = dataclasses.field(default_factory=set)
+    scale_local: bool = True
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    # Count reductions set up by this reducer and in this process: a train step without any is found.
+    calls: int = 0
+    reductions: ClassVar[int] = 0
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Combines this rank's gradients with those of the other ranks; every rank of the group calls it.
+
+        Args:
+            gradients: dense tensors, `tf.IndexedSlices` or None, the same kinds on every rank.
+            variables: what each gradient belongs to; for error messages, groups and local variables.
+
+        Returns:
+            The global gradients in the same order, bit-identical on all ranks; sparse ones without duplicate
+            rows.
+        """
+        self.calls += 1
+        GradientReducer.reductions += 1
+        group = self.group or world.current().everyone
+        signature = _signature(gradients, variables)
+        name = _occurrence(f"{self.name}.{hashlib.sha256(signature.encode()).hexdigest()[:12]}")
+        if group.size > 1:
+            _agree(self.name, signature, group)
+        reduced = list(gradients)
+        dense: list[int] = []
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if id(variable) in self.local_variables:
+                reduced[i] = _scale(gradient, 1 / group.size) if self.scale_local else gradient
+            elif not isinstance(gradient, tf.IndexedSlices):
+                dense.append(i)
+            elif self.sparse_as_dense or self.op is ReduceOp.ADASUM or _table_bytes(gradient) <= SMALL_TABLE_BYTES:
+                reduced[i] = to_dense(gradient)
+                dense.append(i)
+            else:
+                with tf.device(self.device_sparse or None):
+                    rows = sum_duplicate_rows(gradient)
+                    if group.size > 1:
+                        rows = self._reduce_rows(rows, f"{name}/sparse{i}", group)
+                    reduced[i] = rows
+        if group.size > 1 and dense:
+            buckets = self._buckets([reduced[i] for i in dense], [variables[i] for i in dense])
+            with tf.device(self.device_dense or None):
+                for number, bucket in enumerate(buckets):
+                    chosen = [dense[i] for i in bucket]
+                    values = self._reduce_bucket(
+                        [reduced[i] for i in chosen],
+                        [getattr(variables[i], "overwrite_with_gradient", False) for i in chosen],
+                        f"{name}/bucket{number}",
+                        group,
+                    )
+                    for i, value in zip(chosen, values, strict=True):
+                        reduced[i] = value
+        return reduced
+
+    def _buckets(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
+        sizes = [_bytes(gradient) for gradient in gradients]
+        if self.groups is None:
+            return fill_buckets(sizes, self.bucket_bytes)
+        if isinstance(self.groups, int):
+            return fill_buckets(sizes, max(1, -(-sum(sizes) // self.groups)))
+        group_of = {id(variable): g for g, members in enumerate(self.groups) for variable in members}
+        buckets: dict[Any, list[int]] = {}
+        for i, variable in enumerate(variables):
+            buckets.setdefault(group_of.get(id(variable), ("alone", i)), []).append(i)
+        return list(buckets.values())
+
+    def _reduce_bucket(
+        self, gradients: Sequence[Any], overwrites: Sequence[bool], name: str, group: Group
+    ) -> list[Any]:
+        """Reduces dense gradients together; those that overwrite their variable combine by maximum."""
+        sums = [i for i, overwrite in enumerate(overwrites) if not overwrite]
+        result = list(gradients)
+        for i, value in zip(sums, self._combine([gradients[i] for i in sums], name, group), strict=True):
+            result[i] = value
+        # Keras stores float8 scales through "gradients" that replace the variable; the scale of the global
+        # batch is the largest of the ranks'.
+        peaks = [i for i, overwrite in enumerate(overwrites) if overwrite]
+        if peaks:
+            engine = world.current().engine
+            values = engine.allreduce(
+                [gradients[i] for i in peaks], ReduceOp.MAX, name=f"{name}/max", group=group
+            )
+            for i, value in zip(peaks, values, strict=True):
+                result[i] = value
+        return result
+
+    def _combine(self, tensors: Sequence[Any], name: str, group: Group) -> list[Any]:
+        if not tensors:
+            return []
+        engine = world.current().engine
+        if self.op is ReduceOp.AVERAGE:
+            before, after = 1 / self.predivide_factor, self.predivide_factor / group.size
+        else:
+            before, after = 1.0, 1.0
+        if before != 1.0:
+            tensors = [_scale(tensor, before) for tensor in tensors]
+        contexts: list[Any] = [None] * len(tensors)
+        if self.compression is not None:
+            pairs = [self.compression.compress(tensor) for tensor in tensors]
+            tensors, contexts = [t for t, _ in pairs], [c for _, c in pairs]
+        op = ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
+        tensors = engine.allreduce(tensors, op, name=name, group=group)
+        if self.compression is not None:
+            tensors = [
+                self.compression.decompress(tensor, context)
+                for tensor, context in zip(tensors, contexts, strict=True)
+            ]
+        return [_scale(tensor, after) for tensor in tensors] if after != 1.0 else list(tensors)
+
+    def _reduce_rows(self, rows: tf.IndexedSlices, name: str, group: Group) -> tf.IndexedSlices:
+        """Gathers rows from all ranks, or sums whole tables when the rows would be more than a table.
+
+        The choice is made from the ranks' total number of rows, so all ranks take the same branch.
+        """
+        engine = world.current().engine
+        table_rows = _table_shape(rows)[0]
+        count = tf.shape(rows.indices, out_type=tf.int64)[:1]
+        (total,) = engine.allreduce([count], ReduceOp.SUM, name=f"{name}/rows", group=group)
+
+        def whole_table() -> tuple[tf.Tensor, tf.Tensor]:
+            (table,) = self._combine([to_dense(rows)], f"{name}/table", group)
+            return tf.range(table_rows, dtype=rows.indices.dtype), table
+
+        def gathered_rows() -> tuple[tf.Tensor, tf.Tensor]:
+            indices = engine.allgather(rows.indices, name=f"{name}/indices", group=group)
+            values = engine.allgather(rows.values, name=f"{name}/values", group=group)
+            summed = sum_duplicate_rows(tf.IndexedSlices(values, indices, rows.dense_shape))
+            divisor = group.size if self.op is ReduceOp.AVERAGE else 1
+            return summed.indices, _scale(summed.values, 1 / divisor)
+
+        indices, values = tf.cond(total[0] >= table_rows, whole_table, gathered_rows)
+        values = tf.ensure_shape(values, [None, *rows.values.shape[1:]])
+        return tf.IndexedSlices(values, indices, rows.dense_shape)
+
+
+def fill_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Groups positions, last first, into buckets that each hold at most `limit` bytes or a single tensor.
+
+    Args:
+        sizes: bytes of each tensor.
+        limit: bytes of a bucket.
+
+    Returns:
+        Buckets of positions in `sizes`, in the order in which back-propagation completes them.
+    """
+    buckets: list[list[int]] = []
+    filled = limit
+    for i in reversed(range(len(sizes))):
+        if not buckets or filled + sizes[i] > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(i)
+        filled += sizes[i]
+    return buckets
+
+
+def sum_duplicate_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Sums rows of equal index, so that every index occurs once."""
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.size(indices))
+    values = tf.ensure_shape(values, [None, *slices.values.shape[1:]])
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def to_dense(slices: tf.IndexedSlices) -> tf.Tensor:
+    """The table that holds the slices' rows, duplicates summed, and zeros elsewhere."""
+    shape = _table_shape(slices)
+    return tf.ensure_shape(tf.math.unsorted_segment_sum(slices.values, slices.indices, shape[0]), shape)
+
+
+def _table_shape(slices: tf.IndexedSlices) -> list[int]:
+    rows = tf.get_static_value(slices.dense_shape)
+    if rows is None:
+        raise ValueError(
+            f"A sparse gradient needs a table of known shape to be reduced; received {slices}. Compute it "
+            "from a variable (tf.gather, keras.layers.Embedding)."
+        )
+    return [int(rows[0]), *slices.values.shape[1:]]
+
+
+def _table_bytes(slices: tf.IndexedSlices) -> int:
+    size = slices.values.dtype.size
+    for length in _table_shape(slices):
+        size *= length
+    return int(size)
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return int((tensor.shape.num_elements() or 0) * tensor.dtype.size)
+
+
+def _scale(gradient: Any, factor: float) -> Any:
+    if factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_scale(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _signature(gradients: Sequence[Any], variables: Sequence[Any]) -> str:
+    """What is reduced, in words that are equal on all ranks of one program.
+
+    Collectives are named after it rather than after a counter: a rank that traces in another order, or that
+    made an extra optimizer, still meets its peers. Keras numbers layers per process ("dense_3"), so a rank
+    that built one more model has other numbers; they are left out.
+    """
+    parts = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        path = getattr(variable, "path", None) or getattr(variable, "name", "tensor")
+        path = re.sub(r"_\d+(?=[/:]|$)", "", path)
+        if gradient is None:
+            kind = "none"
+        elif isinstance(gradient, tf.IndexedSlices):
+            kind = f"sparse {gradient.dtype.name}{_table_shape(gradient)}"
+        else:
+            kind = f"{gradient.dtype.name}{gradient.shape.as_list()}"
+        parts.append(f"{path}: {kind}")
+    return "gradients of " + ", ".join(parts)
+
+
+def _agree(name: str, signature: str, group: Group) -> None:
+    """Finds ranks that reduce different gradients: now in eager mode, soon after tracing in graph mode."""
+    control = world.current().control
+    if control is None:
+        return
+    if tf.executing_eagerly():
+        control.exchange(name, None, ranks=group.ranks, check=signature)
+    else:
+        control.announce(f"{name}@{group.index}", signature)
+
+
+def _occurrence(name: str) -> str:
+    """Numbers reductions of one name within one graph, where several may be in flight at once."""
+    if tf.executing_eagerly():
+        return name
+    counts: dict[str, int] = tf.compat.v1.get_default_graph().__dict__.setdefault("_tfdist_occurrences", {})
+    count = counts[name] = counts.get(name, -1) + 1
+    return f"{name}#{count}" if count else name
+

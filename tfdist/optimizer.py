@@ -1,0 +1,473 @@
+"""`DistributedOptimizer`: a Keras optimizer that applies the gradients of all ranks.
+
+It is a transparent proxy (wrapt.ObjectProxy) around the user's optimizer: attributes, class, configuration,
+variables and saved files are the inner optimizer's, so `model.save` writes a plain Adam that plain Keras
+loads, stock callbacks find what they look for, and no method of Keras has to be imitated. Only `apply` and
+`apply_gradients` differ: they combine gradients over the ranks first. Clipping, weight decay, moving averages
+and loss scaling live in the inner `apply` and therefore act on the global gradient.
+
+Horovod forged a subclass from the optimizer's `__dict__` and overrode hooks that Keras 3 no longer calls:
+every rank silently trained alone. A proxy has no such seam.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+import wrapt
+
+from tfdist import keras_compat, world
+from tfdist.accumulation import PassAccumulator
+from tfdist.collectives.base import Group, ReduceOp
+from tfdist.compression import Compression
+from tfdist.gradients import DEFAULT_BUCKET_BYTES, GradientReducer
+from tfdist.strategies.base import STRATEGIES, Strategy
+
+
+class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[misc]
+    """Wraps a Keras optimizer so that every update uses the gradients of all ranks.
+
+    Every rank must make the same sequence of updates. Each update moves 2(N-1)/N·K bytes per rank for K bytes
+    of gradients (ring all-reduce). With one rank it updates as the inner optimizer does, except that duplicate
+    rows of sparse gradients are summed first (see `tfdist.gradients`).
+
+    Args:
+        optimizer: a `keras.optimizers.Optimizer`, or the name of one.
+        name: prefix of the collectives' names; equal on all ranks.
+        device_dense: device for dense collectives.
+        device_sparse: device for sparse collectives.
+        compression: `tfdist.Compression.none`, `.fp16` or `.bf16`, for the bytes on the wire.
+        sparse_as_dense: reduce embeddings' gradients as whole tables.
+        gradient_predivide_factor: with `op=tfdist.Average`, divide by it before the sum and multiply by
+            factor/size after the sum, against overflow of small floats.
+        op: `tfdist.Average` (equal to one process whose loss is a mean over the global batch), `tfdist.Sum`,
+            or `tfdist.Adasum` (Horovod engine only).
+        backward_passes_per_step: passes to accumulate on the rank before one reduction and one update.
+        average_aggregated_gradients: whether accumulated passes are averaged. Default True, so that k passes
+            equal one k-times batch; Horovod's default is False.
+        num_groups: older name of an integer `groups`.
+        groups: None (buckets of `bucket_bytes`), a number of buckets, or a list of lists of variables.
+        process_set: `tfdist.ProcessSet` to reduce over; None for the whole world.
+        scale_local_gradients: whether gradients of variables registered with `register_local_var` are divided
+            by the number of ranks.
+        bucket_bytes: bytes per collective when `groups` is None.
+
+    Raises:
+        NotInitializedError: `tfdist.init()` was not called.
+        TypeError: `optimizer` is no Keras 3 optimizer, or is wrapped already.
+        ValueError: an argument has no meaning here; the message says which and why.
+
+    Example:
+        >>> import keras, tfdist
+        >>> tfdist.init()
+        >>> optimizer = tfdist.DistributedOptimizer(keras.optimizers.Adam(1e-3))
+        >>> isinstance(optimizer, keras.optimizers.Adam)
+        True
+
+    Reference: Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow".
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        name: str | None = None,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = True,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: Any = None,
+        scale_local_gradients: bool = True,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        here = world.current()
+        inner = _keras_optimizer(optimizer)
+        if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+            raise ValueError(
+                f"backward_passes_per_step must be an integer >= 1; received {backward_passes_per_step!r}."
+            )
+        _refuse_double_accumulation(inner, backward_passes_per_step)
+        super().__init__(inner)
+        reducer = _reducer(
+            name or "DistributedOptimizer",
+            op=op,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=_groups(groups, num_groups),
+            process_set=process_set,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            scale_local_gradients=scale_local_gradients,
+            bucket_bytes=bucket_bytes,
+        )
+        self._self_reducer = reducer
+        self._self_strategy = _strategy(here.strategy, reducer)
+        self._self_accumulator = PassAccumulator(
+            backward_passes_per_step, average=average_aggregated_gradients
+        )
+        self._self_reduced = False
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The wrapped optimizer; under `LossScaleOptimizer` the one that it wraps in turn, as callbacks expect."""
+        inner = self.__wrapped__
+        return inner.inner_optimizer if isinstance(inner, keras.optimizers.LossScaleOptimizer) else inner
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
+        """Combines `grads` over the ranks, then lets the inner optimizer apply them; every rank calls it.
+
+        Args:
+            grads: this rank's gradients: tensors, `tf.IndexedSlices` or None, one per variable.
+            trainable_variables: the variables; may be omitted once the optimizer is built.
+        """
+        return self._apply(grads, trainable_variables, self.__wrapped__.apply)
+
+    def apply_gradients(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Any:
+        """`apply` for (gradient, variable) pairs.
+
+        Returns:
+            The inner optimizer's iteration counter.
+        """
+        gradients, variables = zip(*grads_and_vars, strict=True)
+        self._apply(
+            gradients,
+            variables,
+            lambda reduced, variables: self.__wrapped__.apply_gradients(zip(reduced, variables, strict=True)),
+        )
+        return self.__wrapped__._iterations
+
+    def _apply(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        inner: Callable[[Sequence[Any], Sequence[Any]], Any],
+    ) -> Any:
+        if self._self_reduced:
+            return inner(gradients, variables)  # type: ignore[arg-type]
+        if keras_compat.captured(self, gradients, variables):
+            return None
+        return self.update_through(self.__wrapped__, gradients, variables, inner)
+
+    def update_through(
+        self,
+        outer: Any,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        apply: Callable[[Sequence[Any], Sequence[Any]], Any],
+    ) -> Any:
+        """Reduces, then applies with `apply`, in which this wrapper's own `apply` no longer reduces.
+
+        Args:
+            outer: the optimizer whose update it is: the inner one, or a LossScaleOptimizer around this one.
+            gradients: this rank's gradients.
+            variables: what they belong to; None for those that `outer` was built with.
+            apply: applies reduced gradients to variables.
+        """
+        if variables is None:
+            variables = outer._trainable_variables
+        variables = list(variables)
+        if self._self_accumulator.passes > 1 and not outer.built:
+            outer.build(variables)
+
+        def apply_reduced(reduced: list[Any]) -> Any:
+            with self._already_reduced():
+                return apply(reduced, variables)
+
+        return self._self_accumulator.add(
+            gradients, variables, lambda window: self._self_strategy.update(window, variables, apply_reduced)
+        )
+
+    @contextlib.contextmanager
+    def _already_reduced(self) -> Iterator[None]:
+        self._self_reduced = True
+        try:
+            yield
+        finally:
+            self._self_reduced = False
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leaves a variable's gradient to its rank: it is not combined with the other ranks'."""
+        self._self_reducer.local_variables.add(id(variable))
+
+    def __repr__(self) -> str:
+        return f"<DistributedOptimizer of {self.__wrapped__!r}>"
+
+
+class DistributedGradientTape(wrapt.ObjectProxy):  # type: ignore[misc]
+    """Wraps a `tf.GradientTape` so that `gradient` returns the gradients of all ranks.
+
+    Every rank calls `gradient` with the same sources; 2(N-1)/N·K bytes per rank. Arguments are those of
+    `DistributedOptimizer`. Use it with a plain optimizer: with a `DistributedOptimizer` as well, gradients
+    would be combined twice.
+
+    Args:
+        gradtape: the tape, recording or finished.
+        device_dense: device for dense collectives.
+        device_sparse: device for sparse collectives.
+        compression: `tfdist.Compression.none`, `.fp16` or `.bf16`.
+        sparse_as_dense: reduce embeddings' gradients as whole tables.
+        op: `tfdist.Average`, `tfdist.Sum` or `tfdist.Adasum`.
+        gradient_predivide_factor: see `DistributedOptimizer`.
+        num_groups: older name of an integer `groups`.
+        groups: see `DistributedOptimizer`.
+        process_set: `tfdist.ProcessSet` to reduce over; None for the whole world.
+        scale_local_gradients: see `DistributedOptimizer`.
+
+    Example:
+        >>> import tensorflow as tf, tfdist
+        >>> tfdist.init()
+        >>> weight = tf.Variable(2.0)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = weight * weight
+        >>> tape = tfdist.DistributedGradientTape(tape)
+        >>> float(tape.gradient(loss, weight))
+        4.0
+    """
+
+    def __init__(
+        self,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: Any = None,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        world.current()
+        if isinstance(gradtape, DistributedGradientTape):
+            raise TypeError("The tape is a DistributedGradientTape already; wrap a tape once.")
+        if not isinstance(gradtape, tf.GradientTape):
+            raise TypeError(f"DistributedGradientTape wraps a tf.GradientTape; received {gradtape!r}.")
+        super().__init__(gradtape)
+        self._self_reducer = _reducer(
+            "DistributedGradientTape",
+            op=op,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=_groups(groups, num_groups),
+            process_set=process_set,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            scale_local_gradients=scale_local_gradients,
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+        )
+
+    def __enter__(self) -> DistributedGradientTape:
+        self.__wrapped__.__enter__()
+        return self
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """`tf.GradientTape.gradient`, combined over the ranks; every rank calls it.
+
+        Returns:
+            Gradients in the structure of `sources`.
+        """
+        sources = keras.tree.map_structure(_tf_variable, sources)
+        gradients = self.__wrapped__.gradient(target, sources, output_gradients, unconnected_gradients)
+        flat_sources = tf.nest.flatten(sources)
+        flat = tf.nest.flatten(gradients, expand_composites=False)
+        return tf.nest.pack_sequence_as(sources, self._self_reducer.reduce(flat, flat_sources))
+
+    def register_local_source(self, source: Any) -> None:
+        """Leaves a source's gradient to its rank: it is not combined with the other ranks'."""
+        self._self_reducer.local_variables.add(id(_tf_variable(source)))
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """Loads a Keras model and wraps its optimizer, slots and iterations kept, to go on training on all ranks.
+
+    Each rank that calls it reads the file. Files written by `model.save` under a `DistributedOptimizer` and by
+    plain Keras are the same.
+
+    Args:
+        filepath: what `keras.models.load_model` takes.
+        custom_optimizers: optimizer classes that Keras doesn't know.
+        custom_objects: names and classes or functions that Keras doesn't know.
+        compression: passed to `DistributedOptimizer`.
+        legacy_opts: only False: Keras 3 has no legacy optimizers.
+
+    Returns:
+        The compiled model.
+
+    Raises:
+        ValueError: the file holds no compiled optimizer, or `legacy_opts` is set.
+
+    Example:
+        >>> import keras, tfdist
+        >>> tfdist.init()
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile(tfdist.DistributedOptimizer("adam"), "mse")
+        >>> model.save("/tmp/model.keras")
+        >>> model = tfdist.load_model("/tmp/model.keras")
+    """
+    if legacy_opts:
+        raise ValueError("legacy_opts=True: Keras 3 has no legacy optimizers; leave it False.")
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects or None)
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(
+            f"{filepath} holds no compiled model, so there is no optimizer to wrap. Load it with "
+            "keras.models.load_model and compile it with tfdist.DistributedOptimizer."
+        )
+    model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    model.train_function = None
+    return model
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether updates through `optimizer` are combined over the ranks."""
+    if isinstance(optimizer, DistributedOptimizer):
+        return True
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner is not None and inner is not optimizer and is_distributed(inner)
+
+
+def has_reduced(optimizer: Any) -> bool:
+    """Whether an update through `optimizer` has combined gradients before."""
+    if isinstance(optimizer, DistributedOptimizer):
+        return optimizer._self_reducer.calls > 0
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner is not None and inner is not optimizer and has_reduced(inner)
+
+
+def _keras_optimizer(optimizer: Any) -> Any:
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if is_distributed(optimizer):
+        raise TypeError(
+            "The optimizer is wrapped in a DistributedOptimizer already; wrapping it twice would combine "
+            "gradients twice. Wrap it once."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        hint = ""
+        if type(optimizer).__module__.startswith(("tf_keras", "tensorflow.python.keras", "keras.src.legacy")):
+            hint = " It comes from Keras 2: take the optimizer of the same name from keras.optimizers."
+        elif isinstance(optimizer, type):
+            hint = " It is a class: pass an instance."
+        raise TypeError(
+            "DistributedOptimizer wraps an instance of keras.optimizers.Optimizer or the name of one; received "
+            f"{optimizer!r} of type {type(optimizer).__module__}.{type(optimizer).__qualname__}.{hint}"
+        )
+    return optimizer
+
+
+def _refuse_double_accumulation(optimizer: Any, passes: int) -> None:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    steps = getattr(inner, "gradient_accumulation_steps", None)
+    if passes > 1 and steps:
+        raise ValueError(
+            f"Gradients would be accumulated twice: backward_passes_per_step={passes} here and "
+            f"gradient_accumulation_steps={steps} in the Keras optimizer. Use one; backward_passes_per_step "
+            "communicates once per window."
+        )
+
+
+def _groups(groups: Any, num_groups: int) -> Any:
+    if num_groups and groups is None:
+        groups = num_groups
+    if groups is None or groups == 0:
+        return None
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return groups
+    if isinstance(groups, list | tuple) and all(isinstance(members, list | tuple) for members in groups):
+        return groups
+    raise ValueError(f"groups must be None, an integer >= 0, or a list of lists of variables; got {groups!r}.")
+
+
+def _reducer(
+    name: str,
+    *,
+    op: ReduceOp,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    groups: Any,
+    process_set: Any,
+    device_dense: str,
+    device_sparse: str,
+    scale_local_gradients: bool,
+    bucket_bytes: int,
+) -> GradientReducer:
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
+        raise ValueError(
+            f"Gradients combine by op=tfdist.Average, tfdist.Sum or tfdist.Adasum; received {op!r}."
+        )
+    if op is ReduceOp.ADASUM and world.backend() != "horovod":
+        raise ValueError(
+            f"op=tfdist.Adasum runs on the Horovod engine only, and this world uses {world.backend()!r}. Use "
+            "tfdist.Average, or build Horovod with `tfdist build-horovod`."
+        )
+    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ValueError(
+            f"gradient_predivide_factor={gradient_predivide_factor} splits an average; it needs "
+            f"op=tfdist.Average, received op={op}."
+        )
+    if gradient_predivide_factor <= 0:
+        raise ValueError(f"gradient_predivide_factor must be > 0; received {gradient_predivide_factor}.")
+    if not all(hasattr(compression, method) for method in ("compress", "decompress")):
+        raise ValueError(
+            "compression must be tfdist.Compression.none, .fp16 or .bf16, or have compress and decompress; "
+            f"received {compression!r}."
+        )
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be >= 1; received {bucket_bytes}.")
+    return GradientReducer(
+        name,
+        op=op,
+        compression=None if compression is Compression.none else compression,
+        sparse_as_dense=sparse_as_dense,
+        predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        group=_group(process_set),
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        scale_local=scale_local_gradients,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def _group(process_set: Any) -> Group | None:
+    if process_set is None:
+        return None
+    group: Group = process_set.group
+    return group
+
+
+def _strategy(name: str, reducer: GradientReducer) -> Strategy:
+    module = importlib.import_module(f"tfdist.strategies.{name}")
+    strategy: Strategy = getattr(module, STRATEGIES[name])(reducer)
+    return strategy
+
+
+def _tf_variable(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable

@@ -1,0 +1,275 @@
+"""`init` and `shutdown`: resolve who we are, meet the other ranks, choose engine and strategy, hook Keras.
+
+Everything is decided here, once; nothing below reads the environment again. `init` leaves TensorFlow's
+context uninitialised, so that device settings made after it (`set_visible_devices`, memory growth, thread
+counts), as every Horovod script makes them, still work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tfdist import cluster, fit_hook, keras_compat, world
+from tfdist.collectives import select
+from tfdist.collectives.base import Engine, Group
+from tfdist.control import ControlPlane
+from tfdist.errors import BackendUnavailableError, TfdistError
+from tfdist.strategies.base import STRATEGIES
+
+BACKENDS = ("auto", "tf", "horovod", "single")
+DEFAULT_TIMEOUT = 300.0
+
+
+def init(
+    comm: None = None,
+    process_sets: Sequence[Any] | None = None,
+    *,
+    backend: str | None = None,
+    strategy: str | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Starts this process's part of the world; every rank calls it, once, at the start of the script.
+
+    Without a launcher the world has one rank and the script trains as it would without tfdist. Calling it
+    again while initialised does nothing.
+
+    Args:
+        comm: kept for Horovod's signature; only None is accepted (use `process_sets` for subsets).
+        process_sets: `tfdist.ProcessSet` objects to register, the same on all ranks.
+        backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
+            `horovod`. Default: the launcher's `--backend`, else `auto`.
+        strategy: `ring`. Default: the launcher's `--strategy`, else `ring`.
+        timeout: bound in seconds of every wait for another rank, start-up included. Default: the launcher's
+            `--timeout`, else 300.
+
+    Raises:
+        LauncherError: contradictory launcher variables, or ranks that disagree about the world.
+        CollectiveTimeoutError: a rank did not start within `timeout`; the message names it.
+        BackendUnavailableError: the backend cannot run on some rank; the message names rank and fix.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.init()
+        >>> tfdist.rank(), tfdist.size()
+        (0, 1)
+    """
+    if world.is_initialized():
+        return
+    if comm is not None:
+        raise TfdistError(
+            f"tfdist.init() takes no communicator, received comm={comm!r}. Start the ranks you want with the "
+            "launcher, and use `tfdist.ProcessSet` for subsets of ranks."
+        )
+    environ = os.environ
+    backend = _choice("backend", backend, environ.get("TFDIST_BACKEND"), BACKENDS)
+    strategy = _choice("strategy", strategy, environ.get("TFDIST_STRATEGY"), tuple(STRATEGIES))
+    timeout = _seconds(timeout, environ.get("TFDIST_TIMEOUT"))
+    _require_keras_on_tensorflow(environ)
+
+    spec = cluster.from_environment(environ)
+    everyone = Group(tuple(range(spec.size)))
+    if spec.size == 1:
+        engine = select.choose(spec, None, backend=backend, timeout=timeout)
+        control = None
+    else:
+        hello = {"host": socket.gethostname(), "pid": os.getpid(), "strategy": strategy}
+        hello |= select.offer(spec, backend=backend, timeout=timeout)
+        secret = environ.get("TFDIST_SECRET")
+        control = ControlPlane.connect(
+            spec, hello=hello, timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
+            host=environ.get("TFDIST_HOST"),
+        )  # fmt: skip
+        try:
+            engine = select.choose(spec, control, backend=backend, timeout=timeout)
+        except BaseException:
+            control.close()
+            raise
+        control.on_failure(lambda error: engine.abort(str(error)))
+    _configure_devices(spec, environ)
+    world.install(world.World(spec, engine, control, strategy, timeout, everyone))
+    if spec.size > 1:
+        keras_compat.install(fit_hook.FitHook())
+        _announce_crashes()
+    atexit.register(shutdown)
+    for process_set in process_sets or ():
+        from tfdist.process_sets import add_process_set
+
+        add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Leaves the world: all ranks call it, or let the end of the script do it. Undoes the hook on Keras."""
+    if not world.is_initialized():
+        return
+    atexit.unregister(shutdown)
+    ended = world.current()
+    keras_compat.uninstall()
+    world.install(None)
+    try:
+        ended.engine.stop()
+    finally:
+        if ended.control is not None:
+            ended.control.close(error=_crash)
+
+
+@contextlib.contextmanager
+def local() -> Iterator[None]:
+    """Trains without the other ranks, on purpose.
+
+    In a world of several ranks tfdist refuses to train a model whose optimizer is not wrapped, because that
+    is how ranks silently drift apart. Inside this block it is allowed, for models that belong to one rank: a
+    probe, a reference run.
+
+    Example:
+        >>> import tfdist
+        >>> tfdist.init()
+        >>> with tfdist.local():
+        ...     pass  # probe.fit(...) on this rank alone
+    """
+    with fit_hook.allow_local():
+        yield
+
+
+def _choice(what: str, argument: str | None, launcher: str | None, allowed: tuple[str, ...]) -> str:
+    chosen = argument if argument not in (None, "auto") else launcher or argument or allowed[0]
+    if chosen not in allowed:
+        raise BackendUnavailableError(
+            f"{what} must be one of {', '.join(allowed)}; received {chosen!r}"
+            + ("." if argument not in (None, "auto") else f" from the launcher (TFDIST_{what.upper()}).")
+        )
+    return str(chosen)
+
+
+def _seconds(argument: float | None, launcher: str | None) -> float:
+    try:
+        value = float(argument if argument is not None else launcher or DEFAULT_TIMEOUT)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise TfdistError(f"timeout must be a positive number of seconds; received {argument or launcher!r}.")
+    return value
+
+
+def _require_keras_on_tensorflow(environ: Mapping[str, str]) -> None:
+    if importlib_missing("tensorflow"):
+        raise BackendUnavailableError(
+            "TensorFlow is not installed. tfdist trains Keras 3 on TensorFlow: install one build of it, "
+            "`pip install tensorflow` (or tensorflow-cpu, or your vendor's)."
+        )
+    if environ.get("TF_USE_LEGACY_KERAS") == "1" and "keras" not in sys.modules:
+        raise BackendUnavailableError(
+            "TF_USE_LEGACY_KERAS=1 selects Keras 2; tfdist works on Keras 3. Unset it."
+        )
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        raise BackendUnavailableError(
+            f"Keras runs on {keras.backend.backend()!r}, but tfdist needs its TensorFlow backend: set "
+            "KERAS_BACKEND=tensorflow before the first import of keras."
+        )
+
+
+def importlib_missing(module: str) -> bool:
+    """Whether a top-level module can't be found."""
+    import importlib.util
+
+    return importlib.util.find_spec(module) is None
+
+
+def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str]) -> None:
+    """Gives each of several ranks on a host its share: one GPU each, or an equal part of the cores."""
+    if spec.local_size == 1:
+        return
+    import tensorflow as tf
+
+    # Settings after TensorFlow's context exists raise; then the user's script has chosen already.
+    with contextlib.suppress(RuntimeError):
+        gpus = tf.config.list_physical_devices("GPU")
+        if gpus:
+            gpu = gpus[spec.local_rank % len(gpus)]
+            tf.config.set_visible_devices([gpu], "GPU")
+            tf.config.experimental.set_memory_growth(gpu, True)
+    with contextlib.suppress(RuntimeError):
+        share = max(1, _cores() // spec.local_size)
+        threading = tf.config.threading
+        if "TF_NUM_INTRAOP_THREADS" not in environ and not threading.get_intra_op_parallelism_threads():
+            threading.set_intra_op_parallelism_threads(share)
+        if "TF_NUM_INTEROP_THREADS" not in environ and not threading.get_inter_op_parallelism_threads():
+            threading.set_inter_op_parallelism_threads(max(2, share))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_crash: str | None = None
+
+
+def _announce_crashes() -> None:
+    """Makes peers of a rank that dies of an exception learn at once that, and of what, it died."""
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        global _crash
+        _crash = f"{kind.__name__}: {error}"
+        previous(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
+def mpi_built() -> bool:
+    """Whether the installed Horovod was built with MPI; False without Horovod."""
+    return _horovod_feature("mpi_built")
+
+
+def gloo_built() -> bool:
+    """Whether the installed Horovod was built with Gloo; False without Horovod."""
+    return _horovod_feature("gloo_built")
+
+
+def nccl_built() -> bool:
+    """Whether the installed Horovod was built with NCCL; False without Horovod."""
+    return _horovod_feature("nccl_built")
+
+
+def mpi_enabled() -> bool:
+    """Whether the running engine is Horovod over MPI."""
+    return _engine_feature("mpi_enabled")
+
+
+def gloo_enabled() -> bool:
+    """Whether the running engine is Horovod over Gloo."""
+    return _engine_feature("gloo_enabled")
+
+
+def mpi_threads_supported() -> bool:
+    """Whether the running engine is Horovod over an MPI that supports threads."""
+    return _engine_feature("mpi_threads_supported")
+
+
+def is_homogeneous() -> bool:
+    """Whether every host runs the same number of ranks."""
+    spec = world.current().spec
+    return spec.local_size * spec.cross_size == spec.size
+
+
+def _horovod_feature(name: str) -> bool:
+    if importlib_missing("horovod"):
+        return False
+    try:
+        from horovod.tensorflow import mpi_ops
+    except Exception:  # a Horovod built for another TensorFlow does not load: then nothing of it is usable
+        return False
+    return bool(getattr(mpi_ops, name)())
+
+
+def _engine_feature(name: str) -> bool:
+    engine: Engine = world.current().engine
+    return engine.name == "horovod" and _horovod_feature(name)

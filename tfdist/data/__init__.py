@@ -1,0 +1,5 @@
+"""`tfdist.shard`: every rank trains on its own part of the data, and all ranks take the same steps."""
+
+from tfdist.data.sharding import shard
+
+__all__ = ["shard"]

@@ -45,7 +45,7 @@ def _compare(expected: Mapping[str, Any], found: Mapping[str, Any], *, rank: int
         if expected.get(name) != found.get(name):
             raise OutOfSyncError(
                 "tfdist.shard needs the same data and arguments on every rank, because it deals out one "
-                f"common order. Received a different {name}: rank 0 has {expected.get(name)!r}, rank {rank} has "
-                f"{found.get(name)!r}. Load the same data on every rank (with the same seeds, before any "
+                f"common order. Received a different {name}: rank 0 has {expected.get(name)!r}, rank {rank} "
+                f"has {found.get(name)!r}. Load the same data on every rank (with the same seeds, before any "
                 "splitting by rank); data that are already split by rank go to `fit` as they are."
             )

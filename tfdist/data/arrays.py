@@ -36,8 +36,8 @@ def as_tensors(data: Any) -> Any:
     if isinstance(data, list):
         raise ValueError(
             "tfdist.shard takes the arguments of `fit` as a tuple, `(x, y)` or `(x, y, sample_weight)`. "
-            f"Received a list of {len(data)}, which could mean several inputs as well. For several inputs write "
-            "`((x1, x2), y)`."
+            f"Received a list of {len(data)}, which could mean several inputs as well. For several inputs "
+            "write `((x1, x2), y)`."
         )
     if isinstance(data, tuple):
         while len(data) > 1 and data[-1] is None:

@@ -29,10 +29,11 @@ def shuffle_dataset(dataset: Any, *, shuffle: bool | int, seed: int) -> Any:
     """Shuffles whole elements, anew in each pass, in an order that `seed` determines."""
     count = int(dataset.cardinality())
     if shuffle is True and count < 0:
+        length = "infinite" if count == tf.data.INFINITE_CARDINALITY else "unknown"
         raise ValueError(
             "tfdist.shard(dataset, shuffle=True) shuffles over the whole dataset, so it must know its "
-            f"length. Received a dataset of {'infinite' if count == tf.data.INFINITE_CARDINALITY else 'unknown'} "
-            "length. Pass a buffer size instead: `shuffle=10_000`."
+            f"length. Received a dataset of {length} length. Pass "
+            "a buffer size instead: `shuffle=10_000`."
         )
     return dataset.shuffle(max(count, 1) if shuffle is True else int(shuffle), seed=seed)
 

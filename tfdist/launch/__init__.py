@@ -1,0 +1,1 @@
+"""Starts worlds: plans as data, one place that starts and ends processes."""

@@ -1,0 +1,87 @@
+"""Which variables make up the state of a model, and agreement of all ranks on that list."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import world
+from tfdist.collectives.base import Group
+from tfdist.errors import CollectiveMismatchError
+
+
+def require_built(model: Any) -> None:
+    """Raises ValueError for a model that has no variables yet."""
+    if not model.built:
+        raise ValueError(
+            f"The model {model.name!r} has no variables yet. Give it an Input, call "
+            "`model.build(input_shape)`, or call it once on a batch."
+        )
+
+
+def path_of(variable: Any) -> str:
+    """Where the variable sits in its model."""
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def describe(variable: Any) -> str:
+    """Path, dtype and shape, without the numbers that Keras adds to names used before in the process."""
+    dtype = tf.as_dtype(variable.dtype)
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex or dtype.is_bool):
+        raise TypeError(
+            f"Only numbers can be sent to other ranks. Received: variable {path_of(variable)} of {dtype}."
+        )
+    return f"{re.sub(r'_[0-9]+', '', path_of(variable))} {dtype.name}{list(variable.shape)}"
+
+
+def model_state(model: Any, *, ignore: Sequence[str] = ()) -> list[Any]:
+    """Weights and optimizer variables of a built model, without random states and metrics.
+
+    Args:
+        model: a built `keras.Model`.
+        ignore: last path components of weights to leave out.
+    """
+    require_built(model)
+    optimizer = getattr(model, "optimizer", None)
+    weights = [weight for weight in model.weights if path_of(weight).rsplit("/", 1)[-1] not in ignore]
+    return [*weights, *(optimizer.variables if optimizer is not None else ())]
+
+
+def seed_states(model: Any) -> list[Any]:
+    """States of the seed generators: those of the model's layers, and Keras's global one."""
+    from keras.src.backend.common import global_state
+
+    # `model.variables` is `model.weights` and the layers' seed generators.
+    weights = {id(weight) for weight in model.weights}
+    states = [
+        variable
+        for variable in model.variables
+        if id(variable) not in weights and path_of(variable).endswith("seed_generator_state")
+    ]
+    everywhere = global_state.get_global_attribute("global_seed_generator")
+    return states if everywhere is None else [*states, everywhere.state]
+
+
+def agree_on_list(described: Sequence[str], *, key: str, group: Group) -> None:
+    """Raises on every rank of the group unless all describe the same variables in the same order.
+
+    Raises:
+        CollectiveMismatchError: names the first difference and the rank.
+        CollectiveTimeoutError: not every rank called.
+    """
+    control = world.current().control
+    if control is None:
+        return
+    lists = control.exchange(key, list(described), ranks=group.ranks)
+    for rank, other in zip(group.ranks, lists, strict=True):
+        for place, (first, there) in enumerate(itertools.zip_longest(lists[0], other)):
+            if first != there:
+                raise CollectiveMismatchError(
+                    "All ranks must hold the same variables in the same order. First difference, at position "
+                    f"{place}: rank {group.ranks[0]} has {first or 'nothing'}, rank {rank} has "
+                    f"{there or 'nothing'}. Build the same model and optimizer on every rank."
+                )

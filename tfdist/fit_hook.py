@@ -56,10 +56,11 @@ class FitHook:
 
     def check(self, model: Any) -> None:
         """Refuses a model whose stock train step would update without the other ranks."""
-        if _local.allowed or model.optimizer is None:
+        if _local.allowed:
             self._unproven.discard(model)
             return
-        if type(model).train_step is keras.Model.train_step and not is_distributed(model.optimizer):
+        stock = type(model).train_step is keras.Model.train_step
+        if stock and model.optimizer is not None and not is_distributed(model.optimizer):
             raise OutOfSyncError(_unwrapped(model))
         self._unproven.add(model)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -25,6 +26,8 @@ from tfdist.collectives.base import Group, ReduceOp
 DEFAULT_BUCKET_BYTES = 8 << 20
 # Tables up to this size travel whole, in the buckets of the dense gradients: cheaper than gathering rows.
 SMALL_TABLE_BYTES = 1 << 20
+
+_occurrences: weakref.WeakKeyDictionary[tf.Graph, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass
@@ -297,7 +300,7 @@ def _occurrence(name: str) -> str:
     """Numbers reductions of one name within one graph, where several may be in flight at once."""
     if tf.executing_eagerly():
         return name
-    counts: dict[str, int] = tf.compat.v1.get_default_graph().__dict__.setdefault("_tfdist_occurrences", {})
+    counts = _occurrences.setdefault(tf.compat.v1.get_default_graph(), {})
     count = counts[name] = counts.get(name, -1) + 1
     return f"{name}#{count}" if count else name
 

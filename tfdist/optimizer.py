@@ -345,25 +345,34 @@ def load_model(
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether updates through `optimizer` are combined over the ranks."""
-    if isinstance(optimizer, DistributedOptimizer):
-        return True
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return inner is not None and inner is not optimizer and is_distributed(inner)
+    """Whether every update through `optimizer` is combined over the ranks."""
+    wrappers = _wrappers(optimizer)
+    return bool(wrappers) and None not in wrappers
 
 
 def has_reduced(optimizer: Any) -> bool:
     """Whether an update through `optimizer` has combined gradients before."""
+    return any(wrapper._self_reducer.calls for wrapper in _wrappers(optimizer) if wrapper is not None)
+
+
+def _wrappers(optimizer: Any) -> list[DistributedOptimizer | None]:
+    """The wrappers that updates of `optimizer` go through; None for each part that has none.
+
+    Keras nests optimizers in two ways: `LossScaleOptimizer.inner_optimizer`, `MultiOptimizer.optimizers`.
+    """
     if isinstance(optimizer, DistributedOptimizer):
-        return optimizer._self_reducer.calls > 0
+        return [optimizer]
+    parts = getattr(optimizer, "optimizers", None)
+    if isinstance(parts, list | tuple) and parts:
+        return [wrapper for part in parts for wrapper in _wrappers(part)]
     inner = getattr(optimizer, "inner_optimizer", None)
-    return inner is not None and inner is not optimizer and has_reduced(inner)
+    return _wrappers(inner) if inner is not None else [None]
 
 
 def _keras_optimizer(optimizer: Any) -> Any:
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
-    if is_distributed(optimizer):
+    if any(wrapper is not None for wrapper in _wrappers(optimizer)):
         raise TypeError(
             "The optimizer is wrapped in a DistributedOptimizer already; wrapping it twice would combine "
             "gradients twice. Wrap it once."

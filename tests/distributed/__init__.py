@@ -1,0 +1,1 @@
+"""What users do, in worlds of several processes, against one process with the global batch."""

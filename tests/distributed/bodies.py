@@ -1,0 +1,103 @@
+"""What each rank runs; tests send these functions into worlds and compare what the ranks return.
+
+Every function also runs in a world of one rank, where it is the reference: plain Keras with the global batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from tests.distributed import models
+
+
+def optimizer_of(name: str, **config: Any) -> Any:
+    import keras
+
+    return getattr(keras.optimizers, name)(**config)
+
+
+def weights_of(model: Any) -> list[np.ndarray]:
+    return [np.asarray(weight) for weight in model.get_weights()]
+
+
+def digest(arrays: list[np.ndarray]) -> str:
+    sha = hashlib.sha256()
+    for array in arrays:
+        sha.update(array.tobytes())
+    return sha.hexdigest()
+
+
+def outcome(model: Any, before: list[np.ndarray], optimizer: Any = None) -> dict[str, Any]:
+    """Everything that must agree between ranks and with one process."""
+    optimizer = optimizer or model.optimizer
+    after = weights_of(model)
+    slots = [np.asarray(variable) for variable in optimizer.variables]
+    return {
+        "weights": after,
+        "slots": slots,
+        "iterations": int(optimizer.iterations),
+        "digest": digest(after + slots),
+        "moved": [float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)],
+    }
+
+
+def wrap(optimizer: Any, **options: Any) -> Any:
+    """The user's wrapped optimizer; the plain one in the reference run."""
+    import tfdist
+
+    return tfdist.DistributedOptimizer(optimizer, **options) if tfdist.size() > 1 else optimizer
+
+
+def share(values: np.ndarray, batch: int = models.GLOBAL_BATCH) -> np.ndarray:
+    import tfdist
+
+    return models.part(values, tfdist.rank(), tfdist.size(), batch)
+
+
+def fit(
+    kind: str,
+    optimizer: str,
+    config: dict[str, Any] | None = None,
+    *,
+    compile_options: dict[str, Any] | None = None,
+    wrap_options: dict[str, Any] | None = None,
+    passes: int = 1,
+    epochs: int = 1,
+    policy: str | None = None,
+    freeze: int | None = None,
+) -> dict[str, Any]:
+    """Trains in `fit()`: N ranks with their shares, or one rank with the global batch."""
+    import keras
+
+    import tfdist
+
+    keras.utils.set_random_seed(3)
+    if policy:
+        keras.config.set_dtype_policy(policy)
+    try:
+        model = models.MODELS[kind]()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    if freeze is not None:
+        model.layers[freeze].trainable = False
+    inner = optimizer_of(optimizer, **(config or {}))
+    options = dict(wrap_options or {})
+    if passes > 1 and tfdist.size() > 1:
+        options["backward_passes_per_step"] = passes
+    model.compile(
+        wrap(inner, **options),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        **(compile_options or {}),
+    )
+    x, y = models.data(kind)
+    # With k passes a rank sees k batches per update, one process one batch k times as large.
+    batch = models.GLOBAL_BATCH // tfdist.size()
+    if passes > 1 and tfdist.size() > 1:
+        batch //= passes
+    before = weights_of(model)
+    model.fit(share(x), share(y), batch_size=batch, shuffle=False, epochs=epochs, verbose=0)
+    return outcome(model, before, getattr(model.optimizer, "inner_optimizer", model.optimizer))

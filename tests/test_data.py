@@ -1,12 +1,10 @@
 """`tfdist.shard`: disjoint shards, equal steps, and the same global batches as one process.
 
-The ranks of a world are played one after the other in this process: `shard` needs nothing of the others but
-their answers over the control channel, which `Peers` gives.
+The ranks of a world are played one after the other in this process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,41 +16,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdist import world
-from tfdist.cluster import ClusterSpec
-from tfdist.collectives.base import Group
+from tests.played_ranks import as_rank
 from tfdist.data import shard
 from tfdist.data.plan import RowPlan, pass_order
 from tfdist.errors import NotInitializedError, OutOfSyncError
-
-
-class Peers:
-    """A control channel whose other ranks say what this one says, changed by `differ(rank, payload)`."""
-
-    def __init__(self, size: int, differ: Callable[[int, Any], Any]) -> None:
-        self.size = size
-        self.differ = differ
-
-    def exchange(self, key: str, payload: Any, **_: Any) -> list[Any]:
-        return [self.differ(rank, payload) for rank in range(self.size)]
-
-
-@contextlib.contextmanager
-def as_rank(rank: int, size: int, differ: Callable[[int, Any], Any] = lambda _, said: said) -> Iterator[None]:
-    world.install(
-        world.World(
-            spec=ClusterSpec(rank=rank, size=size),
-            engine=None,  # type: ignore[arg-type]  # shard moves no tensors
-            control=Peers(size, differ) if size > 1 else None,  # type: ignore[arg-type]
-            strategy="ring",
-            timeout=5,
-            everyone=Group(tuple(range(size))),
-        )
-    )
-    try:
-        yield
-    finally:
-        world.install(None)
 
 
 def shards(make: Callable[[], Any], size: int, **arguments: Any) -> list[Any]:

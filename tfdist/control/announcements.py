@@ -38,7 +38,8 @@ class AnnouncementLedger:
     def conflicts(self, key: str) -> list[Conflict]:
         """Pairs of ranks that disagree now."""
         by_rank = sorted(self._signatures.get(key, {}).items())
-        # Equal lists are compared once: usually all ranks agree, and then this takes time linear in their number.
+        # Equal lists are compared once: usually all ranks agree, and then this takes time linear in their
+        # number.
         kinds: dict[tuple[str, ...], int] = {}
         for rank, signatures in by_rank:
             kinds.setdefault(tuple(signatures), rank)

@@ -12,8 +12,8 @@ from typing import Any
 
 from tfdist.control.frames import (
     ANSWER_SIZE,
-    Frame,
     MAGIC,
+    Frame,
     Opener,
     Part,
     ProtocolViolation,
@@ -37,17 +37,17 @@ class Connection:
         host, pid: of the other side, from its hello.
         opened: when it was accepted; strangers get little time.
         heard: when bytes last came from it.
-        finished: it said goodbye.
         sections, left: what its heartbeat last told, as (section, when entered) and (section, when left).
     """
 
-    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, key: bytes, *, bootstrap: bool) -> None:
+    def __init__(
+        self, sock: socket.socket, selector: selectors.BaseSelector, key: bytes, *, bootstrap: bool
+    ) -> None:
         self.rank: int | None = None
         self.instance = ""
         self.host = ""
         self.pid = 0
         self.hello: Part | None = None
-        self.finished = False
         self.bootstrap = bootstrap
         self.opened = self.heard = time.monotonic()
         self.sections: list[tuple[str, float]] = []
@@ -71,10 +71,6 @@ class Connection:
     @property
     def is_stranger(self) -> bool:
         return self._opener is None
-
-    @property
-    def is_flushed(self) -> bool:
-        return not self._outgoing
 
     def receive(self, scratch: memoryview) -> Iterator[Frame]:
         """Reads what is there.
@@ -121,7 +117,8 @@ class Connection:
         idle = not self._outgoing
         self._outgoing.extend(memoryview(buffer) for buffer in buffers if buffer)
         if idle:
-            # A connection that breaks here is reported by the next read, in the server's one place for losses.
+            # A connection that breaks here is reported by the next read, in the server's one place for
+            # losses.
             with contextlib.suppress(OSError):
                 self.flush()
 

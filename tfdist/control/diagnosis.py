@@ -89,7 +89,7 @@ def explain_missing(
     ]
     for rank in list(missing)[:16]:
         status = statuses[rank]
-        life = f"last sign of life {status.heartbeat:.1f} s ago" if status.alive else "its connection has ended"
+        life = f"last heard {status.heartbeat:.1f} s ago" if status.alive else "it has left"
         lines.append(f"  {status.who}: {status.activity}; {life}.")
     if extra:
         lines.append(extra)
@@ -98,8 +98,8 @@ def explain_missing(
         "early, died, or is only slow."
     )
     lines.append(
-        "Fixes: let every rank call the same collectives in the same order; give every rank the same number of "
-        "steps (`tfdist.shard` does); look at that rank's output for an error; if it is only slow, raise "
+        "Fixes: let every rank call the same collectives in the same order; give every rank the same number "
+        "of steps (`tfdist.shard` does); look at that rank's output for an error; if it is only slow, raise "
         "`tfdist.init(timeout=...)`."
     )
     return "\n".join(lines)

@@ -3,114 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import collections
 import os
-import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from tfdist import errors
 from tfdist.cluster import ClusterSpec
-from tfdist.control.frames import (
-    GREETING_SIZE,
-    Frame,
-    Opener,
-    Part,
-    ProtocolViolation,
-    Sealer,
-    make_answer,
-    session_keys,
-)
-from tfdist.control.rendezvous import (
-    LOOPBACK,
-    Address,
-    NotThereYet,
-    Rendezvous,
-    derive_key,
-    read,
-)
+from tfdist.control.frames import Frame, Part, ProtocolViolation
+from tfdist.control.line import Line
+from tfdist.control.rendezvous import LOOPBACK, Address, NotThereYet, Rendezvous, derive_key, read
 
-_ATTEMPT = 5.0  # bound of one attempt; a silent stranger at a stale address must not use up the whole timeout
+_ATTEMPT = 5.0  # a silent stranger at a stale address must not use up the whole bound
 
 
-class Line:
-    """The client's end of an authenticated connection: sends from any thread under the caller's lock."""
-
-    def __init__(self, sock: socket.socket, key: bytes, *, deadline: float) -> None:
-        self._socket = sock
-        self._frames: collections.deque[Frame] = collections.deque()
-        self._scratch = memoryview(bytearray(256 << 10))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = self._read_exactly(GREETING_SIZE, deadline)
-        answer = make_answer(key, greeting)
-        sock.settimeout(None)
-        sock.sendall(answer)
-        from_client, from_server = session_keys(key, greeting, answer)
-        self._sealer = Sealer(from_client)
-        self._opener = Opener(from_server)
-
-    def _read_exactly(self, size: int, deadline: float) -> bytes:
-        data = b""
-        while len(data) < size:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            received = self._socket.recv(size - len(data))
-            if not received:
-                raise EOFError
-            data += received
-        return data
-
-    def send(self, header: dict[str, Any], parts: Sequence[Part] = ()) -> None:
-        """Blocks until the kernel took the whole message."""
-        for buffer in self._sealer.seal(header, parts):
-            self._socket.sendall(buffer)
-
-    def receive(self, timeout: float) -> Frame | None:
-        """The next message, or None if none was complete after `timeout` seconds.
-
-        Raises:
-            EOFError: the server closed the connection.
-            OSError: it broke.
-            ProtocolViolation: what arrived is not from the job's server.
-        """
-        deadline = time.monotonic() + timeout
-        while not self._frames:
-            if not self.read(deadline - time.monotonic()):
-                return None
-        return self._frames.popleft()
-
-    def read(self, timeout: float) -> bool:
-        """Waits for bytes, takes them in; False if none came within `timeout` seconds."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        if not poll.poll(max(timeout, 0.0) * 1000):
-            return False
-        size = self._socket.recv_into(self._scratch)
-        if not size:
-            raise EOFError
-        self._frames.extend(self._opener.feed(self._scratch[:size]))
-        return True
-
-    def take_frames(self) -> list[Frame]:
-        """Complete messages that `read` took in."""
-        frames = list(self._frames)
-        self._frames.clear()
-        return frames
-
-    def hang_up(self) -> None:
-        """Ends the connection under a thread that may be blocked in it."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
+class Unreachable(Exception):
+    """This attempt failed, the next one may succeed; the text says why."""
 
 
 class Rejected(Exception):
     """The server's final answer to a hello."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: errors.TfdistError) -> None:
         super().__init__(str(error))
         self.error = error
 
@@ -132,7 +47,7 @@ def dial(
     secret: bytes | None,
     known: Address | None,
     timeout: float,
-) -> Line:
+) -> tuple[Line, str]:
     """Connects to the control server and is welcomed.
 
     Args:
@@ -144,6 +59,9 @@ def dial(
         known: address of the server if it is in this process.
         timeout: bound in seconds.
 
+    Returns:
+        The connection, and who the server is, for messages.
+
     Raises:
         CollectiveTimeoutError: no control server of this job answered within the bound.
         LauncherError: it answered and found a contradiction.
@@ -153,22 +71,10 @@ def dial(
     while True:
         attempt = min(deadline, time.monotonic() + _ATTEMPT)
         try:
-            return _attempt(
-                spec, rendezvous, hello=hello, payload=payload, secret=secret, known=known, deadline=attempt
-            )
-        except NotThereYet as error:
+            address = known or _locate(spec, rendezvous, secret, attempt)
+            return knock(address, hello=hello, payload=payload, deadline=attempt)
+        except Unreachable as error:
             problem = str(error)
-        except EOFError:
-            problem = (
-                "what listens there closed the connection at once: a process of another job, or TFDIST_SECRET or "
-                "TFDIST_JOB differs between the ranks"
-            )
-        except ProtocolViolation as error:
-            problem = f"what listens there is not this job's control server ({error})"
-        except TimeoutError:
-            problem = "no answer"
-        except OSError as error:
-            problem = f"no connection: {error.strerror or error}"
         except Rejected as error:
             raise error.error from None
         if time.monotonic() + pause > deadline:
@@ -177,54 +83,81 @@ def dial(
         pause = min(pause * 1.5, 0.25)
 
 
-def _attempt(
-    spec: ClusterSpec,
-    rendezvous: Rendezvous,
-    *,
-    hello: dict[str, Any],
-    payload: Part,
-    secret: bytes | None,
-    known: Address | None,
-    deadline: float,
-) -> Line:
-    address = known or _locate(spec, rendezvous, secret, deadline)
-    line = _open(address, deadline)
-    try:
-        line.send(hello, [payload])
-        answer = _await(line, deadline)
-        if answer.header["type"] == "welcome":
-            return line
-        if answer.header.get("retry"):
-            raise NotThereYet(answer.header["message"])
-        raise Rejected(revive(answer.header["error"], answer.header["message"]))
-    except BaseException:
-        line.close()
-        raise
+def knock(address: Address, *, hello: dict[str, Any], payload: Part, deadline: float) -> tuple[Line, str]:
+    """One attempt at a known address; returns as `dial` does.
+
+    Raises:
+        Unreachable: nothing of this job answered.
+        Rejected: the server did, and does not want this rank.
+    """
+    with _explained():
+        line = _open(address, deadline)
+        try:
+            line.send(hello, [payload])
+            header = _await(line, deadline).header
+            if header["type"] == "welcome":
+                return line, f"Rank 0 (host {header['host']}, pid {header['pid']})"
+            if header["retry"]:
+                raise Unreachable(header["message"])
+            raise Rejected(revive(header["error"], header["message"]))
+        except BaseException:
+            line.close()
+            raise
 
 
 def _locate(spec: ClusterSpec, rendezvous: Rendezvous, secret: bytes | None, deadline: float) -> Address:
     """Address and key of the control server."""
     if rendezvous.file is not None:
-        found = read(rendezvous.file)
-        if not secret and not found.key:
-            raise NotThereYet("rank 0 was given TFDIST_SECRET, this rank was not")
-        return Address(found.host, found.port, derive_key(spec, secret) if secret else found.key)
-    host = LOOPBACK if spec.local_size == spec.size else rendezvous.host
+        try:
+            found = read(rendezvous.file)
+        except NotThereYet as error:
+            raise Unreachable(str(error)) from None
+        if secret is None and not found.key:
+            raise Unreachable("rank 0 was given TFDIST_SECRET, this rank was not")
+        return Address(found.host, found.port, found.key if secret is None else derive_key(spec, secret))
     key = derive_key(spec, secret)
-    line = _open(Address(host, rendezvous.port, key), deadline)
-    # This side closes first, so the port that TensorFlow needs has no connection lingering in TIME_WAIT.
-    with contextlib.closing(line):
+    # Rank 0 listens on loopback in a one-host job, unless TFDIST_HOST told it otherwise.
+    hosts = [LOOPBACK, rendezvous.host] if spec.local_size == spec.size else [rendezvous.host]
+    for host in hosts[:-1]:
+        with contextlib.suppress(Unreachable):
+            return _ask_for_control(Address(host, rendezvous.port, key), deadline)
+    return _ask_for_control(Address(hosts[-1], rendezvous.port, key), deadline)
+
+
+def _ask_for_control(bootstrap: Address, deadline: float) -> Address:
+    # This side closes first, so no connection lingers in TIME_WAIT at the port that TensorFlow needs.
+    with _explained(), contextlib.closing(_open(bootstrap, deadline)) as line:
         line.send({"type": "where"})
         answer = _await(line, deadline).header
-    return Address(answer["host"] or host, answer["port"], key)
+        return Address(answer["host"] or bootstrap.host, answer["port"], bootstrap.key)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns what can go wrong in an attempt into `Unreachable` with a readable text."""
+    try:
+        yield
+    except EOFError:
+        raise Unreachable(
+            "what listens there hung up at once: a process of another job, or TFDIST_SECRET or TFDIST_JOB "
+            "differs between the ranks"
+        ) from None
+    except ProtocolViolation as error:
+        raise Unreachable(f"what listens there is not this job's control server: {error}") from None
+    except (LookupError, TypeError, ValueError) as error:
+        raise Unreachable(f"what listens there sent an invalid message: {error!r}") from None
+    except TimeoutError:
+        raise Unreachable("no answer") from None
+    except OSError as error:
+        raise Unreachable(f"no connection: {error.strerror or error}") from None
 
 
 def _open(address: Address, deadline: float) -> Line:
     sock = socket.create_connection((address.host, address.port), max(deadline - time.monotonic(), 0.001))
     try:
         if sock.getsockname() == sock.getpeername():
-            # The kernel may pick the very port that is dialled as the near end's port and connect it to itself.
-            raise NotThereYet("nobody listens there yet")
+            # A dialled port in the ephemeral range may be chosen for the near end: connected to itself.
+            raise Unreachable("nobody listens there yet")
         return Line(sock, address.key, deadline=deadline)
     except BaseException:
         sock.close()
@@ -242,9 +175,9 @@ def _await(line: Line, deadline: float) -> Frame:
 
 def _give_up(spec: ClusterSpec, rendezvous: Rendezvous, timeout: float, problem: str) -> NoReturn:
     raise errors.CollectiveTimeoutError(
-        f"rank 0 could not be reached within {timeout:g} s by rank {spec.rank} (pid {os.getpid()}, host "
-        f"{socket.gethostname()}), which knows of no other rank of {spec.size}. It was expected at "
-        f"{rendezvous.url} (last attempt: {problem}). Usual causes: rank 0 failed or hangs before `tfdist.init()` "
-        "(look at its output), the ranks were given different rendezvous, a firewall is in between, or rank 0 is "
-        "only slow: raise `tfdist.init(timeout=...)`."
+        f"rank 0 could not be reached within {timeout:g} s by rank {spec.rank} (host {socket.gethostname()}, "
+        f"pid {os.getpid()}), which knows of no other of the {spec.size} ranks. It was expected at "
+        f"{rendezvous.url} (last attempt: {problem}). Usual causes: rank 0 failed or hangs before "
+        "`tfdist.init()` (look at its output), the ranks were given different rendezvous, a firewall is in "
+        "between, or rank 0 is only slow: raise `tfdist.init(timeout=...)`."
     )

@@ -110,7 +110,10 @@ class Sealer:
             header = {**header, "parts": [[len(part.data), part.digest] for part in parts]}
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > MAX_HEADER:
-            raise ValueError(f"a control message of {len(text)} bytes exceeds the bound of {MAX_HEADER} bytes")
+            raise ValueError(
+                f"keys, checks and announcements may have {MAX_HEADER} bytes together, got {len(text)}. Send a "
+                "digest of long values."
+            )
         self._sequence += 1
         number = self._sequence.to_bytes(8, "big")
         head = _PREFIX.pack(self._sequence, len(text), hmac.digest(self._key, number + text, "sha256")) + text

@@ -64,7 +64,9 @@ class Gatherings:
     def __init__(self) -> None:
         self._open: dict[_Place, list[Gathering]] = {}
 
-    def join(self, rank: int, arrival: Arrival, *, key: str, ranks: tuple[int, ...], operation: str) -> Gathering:
+    def join(
+        self, rank: int, arrival: Arrival, *, key: str, ranks: tuple[int, ...], operation: str
+    ) -> Gathering:
         """Puts `rank` into the gathering it belongs to."""
         line = self._open.setdefault((key, ranks), [])
         for gathering in line:
@@ -90,7 +92,7 @@ class Gatherings:
         return [gathering for line in self._open.values() for gathering in line if gathering.failure is None]
 
     def same_key(self, gathering: Gathering) -> list[Gathering]:
-        """Other gatherings under the same key whose group shares a rank: probably groups that differ by mistake."""
+        """Others under the same key whose group shares a rank: probably groups that differ by mistake."""
         return [
             other
             for other in self.unfinished()
@@ -112,8 +114,8 @@ class Allocations:
         if size != count:
             return (
                 "CollectiveMismatchError",
-                f"Ranks disagree in allocate({key!r}): this rank asks for {count} integers, another asked for "
-                f"{size} under the same key. Use another key, or the same count on all ranks.",
+                f"Ranks disagree in allocate({key!r}): this rank asks for {count} integers, another asked "
+                f"for {size} under the same key. Use another key, or the same count on all ranks.",
             )
         if first == self._next:
             self._next += count

@@ -1,8 +1,8 @@
 """Payloads as bytes: JSON plus raw attachments, never pickle.
 
-JSON has no bytes, and base64 costs a third more and a copy; so bytes are cut out of the JSON text and follow it
-in the order in which they occur. A dict becomes `{"map": {...}}` and bytes become `{"bytes": length}`, so that
-no value a caller sends can be taken for one of the marks.
+JSON has no bytes, and base64 costs a third more and a copy; so bytes are cut out of the JSON text and follow
+it in the order in which they occur. A dict becomes `{"map": {...}}` and bytes become `{"bytes": length}`, so
+that no value a caller sends can be taken for one of the marks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where ranks find the control server.
 
-`file:///path`: rank 0 lets the kernel choose a port (no race for a fixed one) and then publishes host, port and
-a random key in that file, readable by its owner only; the others poll for it.
+`file:///path`: rank 0 lets the kernel choose a port (no race for a fixed one) and then publishes host, port
+and a random key in that file, readable by its owner only; the others poll for it.
 `tcp://host:port`: rank 0 listens there only to tell peers the port of the real server, and stops once all are
 connected: under TF_CONFIG that port belongs to TensorFlow's own server.
 """
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """A TCP address and the key of the job that listens there; `key` is empty if the launcher gave a secret."""
+    """A TCP address and the key of the job that listens there; no key if the launcher gave a secret."""
 
     host: str
     port: int
@@ -75,8 +75,9 @@ def parse_rendezvous(spec: ClusterSpec) -> Rendezvous:
 def derive_key(spec: ClusterSpec, secret: bytes | None) -> bytes:
     """The job's key where no file carries one.
 
-    From the launcher's secret when there is one. Without it, from the job's name: that keeps ranks of different
-    jobs apart and strangers' accidental traffic out, but whoever knows or guesses the job's name can join.
+    From the launcher's secret when there is one. Without it, from the job's name: that keeps ranks of
+    different jobs apart and strangers' accidental traffic out, but whoever knows or guesses the job's name
+    can join.
     """
     return hmac.digest(secret or spec.job.encode() or b"tfdist", b"tfdist control channel", "sha256")
 
@@ -84,6 +85,11 @@ def derive_key(spec: ClusterSpec, secret: bytes | None) -> bytes:
 def choose_bind_host(spec: ClusterSpec, rendezvous: Rendezvous, host: str | None) -> str:
     """Address on which rank 0 listens: loopback for a one-host job, otherwise one that peers can reach."""
     if host:
+        if rendezvous.file is not None and host in ("0.0.0.0", "::", "*"):
+            raise LauncherError(
+                f"TFDIST_HOST must be an address that the other hosts can connect to, got {host!r}: with a "
+                "file rendezvous they read it from the file."
+            )
         return host
     if spec.local_size == spec.size:
         return LOOPBACK
@@ -102,8 +108,9 @@ def choose_bind_host(spec: ClusterSpec, rendezvous: Rendezvous, host: str | None
         if not _is_loopback(address):
             return address
     raise LauncherError(
-        f"rank {spec.rank}: the job spans {spec.cross_size} hosts, but no address of host {socket.gethostname()} "
-        "other than loopback was found. Set TFDIST_HOST to the address at which the other hosts reach rank 0."
+        f"rank {spec.rank}: the job spans {spec.cross_size} hosts, but no address of host "
+        f"{socket.gethostname()} other than loopback was found. Set TFDIST_HOST to the address at which the "
+        "other hosts reach rank 0."
     )
 
 
@@ -134,7 +141,10 @@ def listen(host: str, port: int, *, backlog: int) -> socket.socket:
         listener.close()
         fix = "Set TFDIST_HOST to an address of rank 0's host."
         if error.errno == errno.EADDRINUSE:
-            fix = "Another program, or another process that claims rank 0, listens there: end it or choose another port."
+            fix = (
+                "Another program, or another process that claims rank 0, listens there: end it or choose "
+                "another port."
+            )
         elif error.errno == errno.EADDRNOTAVAIL:
             fix = "That is no address of this host: start rank 0 on the host named there, or set TFDIST_HOST."
         raise LauncherError(f"rank 0: cannot listen at {host}:{port}: {error.strerror}. {fix}") from error
@@ -156,9 +166,9 @@ def publish(path: Path, address: Address, *, replace: bool) -> bool:
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise LauncherError(
-            f"rank 0: the folder of the rendezvous file must belong to user {os.geteuid()} and be writable by "
-            f"nobody else; {folder} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}. "
-            "Choose a folder of your own with mode 0700."
+            f"rank 0: the folder of the rendezvous file must belong to user {os.geteuid()} and be writable "
+            f"by nobody else; {folder} belongs to user {found.st_uid} and has mode "
+            f"{stat.S_IMODE(found.st_mode):04o}. Choose a folder of your own with mode 0700."
         )
     content = {
         "host": address.host,
@@ -175,7 +185,7 @@ def publish(path: Path, address: Address, *, replace: bool) -> bool:
         if replace:
             os.replace(draft, path)
         else:
-            os.link(draft, path)  # unlike a rename, fails when somebody was first
+            os.link(draft, path)  # unlike a rename it fails when somebody was first
     except FileExistsError:
         return False
     finally:
@@ -217,8 +227,3 @@ def withdraw(path: Path, instance: str) -> None:
     with contextlib.suppress(NotThereYet, OSError):
         if read(path).instance == instance:
             path.unlink()
-
-
-def new_key() -> bytes:
-    """A random key for the rendezvous file."""
-    return secrets.token_bytes(32)

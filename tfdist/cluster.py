@@ -174,12 +174,11 @@ def _read_tf_config(environ: Mapping[str, str]) -> ClusterSpec | None:
     cluster, task = _cluster_and_task(config, text)
     if not cluster:
         return ClusterSpec(launcher="tf_config")
-    unsupported = sorted(set(cluster) - {"chief", "master", "worker", "ps", "evaluator"})
-    if unsupported or (task.get("type") in ("ps", "evaluator")) or cluster.get("ps"):
-        role = unsupported[0] if unsupported else task["type"] if task.get("type") == "evaluator" else "ps"
+    roles = {*cluster, str(task.get("type", "worker"))} - {"chief", "master", "worker"}
+    if roles:
         raise LauncherError(
-            f"TF_CONFIG has a task of type {role!r}, which tfdist does not run; it runs chief and worker tasks "
-            f"only. Remove it from the cluster, or start it without tfdist. TF_CONFIG={text!r}"
+            f"tfdist runs the chief and worker tasks of a TF_CONFIG only, not {', '.join(sorted(roles))}. "
+            f"Remove those tasks, or start them without tfdist. Received TF_CONFIG={text!r}"
         )
     chiefs = [*cluster.get("chief", []), *cluster.get("master", [])]
     addresses = (*chiefs, *cluster.get("worker", []))
@@ -267,7 +266,7 @@ def _hydra_proxy() -> int | None:
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process, rather than `sbatch` or `salloc`, whose shells are steps by name only."""
+    """Whether `srun` started this process; the shells of `sbatch` and `salloc` are steps by name only."""
     step = environ.get("SLURM_STEP_ID", "")
     # 0xfffffff0 and above are Slurm's reserved steps: batch script, interactive shell, extern.
     return step.isdigit() and int(step) < 0xFFFFFFF0

@@ -20,7 +20,7 @@ _POLL = 0.5  # seconds; a fork of the launcher may hold the pipe open, so its de
 
 
 def processes_of(job: str) -> list[int]:
-    """Live processes of run `job`, by the TFDIST_JOB they were started with; empty where there is no /proc."""
+    """Live processes that were started with TFDIST_JOB=`job`; none where there is no /proc."""
     mark = f"TFDIST_JOB={job}".encode()
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():

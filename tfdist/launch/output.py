@@ -1,10 +1,11 @@
 r"""What the ranks print, on one screen or in one file per rank.
 
-Lines of several ranks must not run into each other, and a progress bar must stay one. A bar is a line that is
-redrawn: Keras prints `\b\b…\r 3/20 ━━…` again and again and `\n` only at the end of the epoch, on a terminal
-as on a pipe. So rank 0 is shown live, and a line of its that starts with a carriage return or backspaces is
-passed through untouched; the other ranks are shown by whole lines, of a redrawn line only the last state. When
-such a line arrives while rank 0's bar is half drawn, it takes the bar's place and the bar is drawn anew below.
+Lines of several ranks must not run into each other, and a progress bar must stay one. A bar is a line that
+is redrawn: Keras prints `\b\b…\r 3/20 ━━…` again and again and `\n` only at the end of the epoch, on a
+terminal as on a pipe. So rank 0 is shown live, and those of its lines that start with a carriage return or
+backspaces are passed through untouched; the other ranks are shown by whole lines, of a redrawn line only the
+last state. When such a line arrives while rank 0's bar is half drawn, it takes the bar's place and the bar is
+drawn anew below it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _LIVE_LIMIT = 1 << 16  # bytes of an unfinished line to keep; longer ones are sh
 
 # C++ log lines start like this: absl's format, the older TensorFlow format, and absl's notice.
 _LOG_START = re.compile(
-    rb"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] |WARNING: All log messages before"
+    rb"[IWEF]\d{4} \d\d:\d\d:\d\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] |WARNING: All log messages"
 )
-# What TensorFlow says at every start whatever TF_CPP_MIN_LOG_LEVEL is (measured on 2.16 to 2.21): information,
-# CUDA libraries registered twice inside its own binary, and machines that have no CUDA driver at all.
+# What TensorFlow says at every start whatever TF_CPP_MIN_LOG_LEVEL is (seen on 2.21, where levels 1 to 3
+# make no difference to absl's notice and to oneDNN's line): information, CUDA libraries registered twice
+# inside its own binary, and machines that have no CUDA driver at all.
 _NOISE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     rb"|(I\d{4} [\d:.]+ +\d+|[\d-]+ [\d:.]+: I) \S+\.(cc|cpp|cu|h):\d+\] "
@@ -126,8 +128,8 @@ class LiveLines:
         screen: where to show it.
         prefix: what to put before each line of text.
         quiet: leaves out TensorFlow's start-up messages.
-        hold_text: shows text only once its line is complete or turns out to be redrawn, so that lines of other
-            ranks cannot split it; False on a terminal, where a question without a newline must be seen.
+        hold_text: shows text only once its line is complete or turns out to be redrawn, so that lines of
+            other ranks cannot split it; False on a terminal, where a question must be seen before its answer.
     """
 
     def __init__(self, screen: Screen, prefix: bytes, *, quiet: bool, hold_text: bool) -> None:

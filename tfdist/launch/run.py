@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import os
 import pathlib
@@ -22,6 +23,7 @@ from tfdist.errors import LauncherError
 from tfdist.launch.output import FileCopy, LiveLines, Screen, WholeLines, write_fully
 from tfdist.launch.plan import (
     BACKENDS,
+    HandoverPlan,
     LocalPlan,
     Request,
     describe,
@@ -41,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line after `tfdist run`.
 
     Returns:
-        0, the exit code of the rank that failed first (128 + signal if a signal ended it), 128 + signal if one
-        interrupted the launcher, or 2 for input that cannot be run.
+        0; the exit code of the rank that failed first (128 + signal if a signal ended it); 128 + signal if
+        one interrupted the launcher; 2 for input that cannot be run.
     """
     head, program = split_program(argv)
     options = _parser().parse_args(head)
@@ -96,9 +98,7 @@ def resolve_program(program: Sequence[str], *, module: bool) -> tuple[str, ...]:
     """
     if not program:
         what = "module" if module else "script"
-        raise LauncherError(
-            f"Which {what}? Give it after the options, for example `tfdist run -np 2 train.py`."
-        )
+        raise LauncherError(f"Which {what}? Name it after the options: `tfdist run -np 2 train.py`.")
     name = program[0]
     if module:
         return (sys.executable, "-m", *program)
@@ -124,18 +124,28 @@ def refuse_nesting(environ: Mapping[str, str]) -> None:
     outer = from_environment(environ)
     if outer.size > 1:
         raise LauncherError(
-            f"This process already is rank {outer.rank} of {outer.size}, started by {outer.launcher}, and each "
-            "of them would start a world of its own. Start the script itself with that launcher (tfdist.init() "
-            "understands it), or start one `tfdist run` outside."
+            f"This process already is rank {outer.rank} of {outer.size}, started by {outer.launcher}, and "
+            "each rank would start a world of its own. Start the script itself with that launcher "
+            "(tfdist.init() understands it), or start one `tfdist run` outside."
         )
 
 
 @contextlib.contextmanager
-def private_world(request: Request) -> Iterator[tuple[LocalPlan, str]]:
-    """The plan of a world on this machine, and its private folder, removed afterwards."""
+def private_world(
+    request: Request, *, program: Callable[[str], tuple[str, ...]] | None = None
+) -> Iterator[tuple[LocalPlan, str]]:
+    """The plan of a world on this machine, and its private folder, removed afterwards.
+
+    Args:
+        request: what the user asked for.
+        program: makes the command line from the folder's name, where it depends on that.
+    """
+    world_size(request)  # refuses before anything is made
     job = f"run-{secrets.token_hex(8)}"
     folder = tempfile.mkdtemp(prefix=f"tfdist-{job}-")
     try:
+        if program:
+            request = dataclasses.replace(request, program=program(folder))
         secret = secrets.token_hex(32)
         yield (
             plan_local(request, os.environ, job=job, secret=secret, folder=folder, cores=_usable_cores()),
@@ -146,7 +156,6 @@ def private_world(request: Request) -> Iterator[tuple[LocalPlan, str]]:
 
 
 def _run_here(request: Request, *, output_folder: str | None, dry_run: bool) -> int:
-    world_size(request)
     with private_world(request) as (plan, folder), contextlib.ExitStack() as files:
         if dry_run:
             print(*describe(plan), sep="\n")
@@ -229,7 +238,7 @@ def _wire_files(
     digits = len(str(len(plan.ranks) - 1))
 
     def wire(rank: int) -> Wiring:
-        file = files.enter_context(open(folder / f"rank-{rank:0{digits}}.log", "wb"))
+        file = files.enter_context((folder / f"rank-{rank:0{digits}}.log").open("wb"))
         channel = FileCopy(file, quiet=plan.quiet)
         return Wiring(channel, channel, stdin=rank == 0)
 
@@ -237,12 +246,17 @@ def _wire_files(
 
 
 def _hand_over(request: Request, *, dry_run: bool) -> int:
+    """Becomes the other launcher, so that signals and exit code are its own; returns for a dry run only."""
     here = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     horovodrun, mpirun = (shutil.which(name, path=here) for name in ("horovodrun", "mpirun"))
     plan = plan_handover(request, os.environ, horovodrun=horovodrun, mpirun=mpirun)
-    if dry_run:
-        print(*describe(plan), sep="\n")
-        return 0
+    if not dry_run:
+        _become(plan)
+    print(*describe(plan), sep="\n")
+    return 0
+
+
+def _become(plan: HandoverPlan) -> NoReturn:
     print(f"{_SAY} {shlex.join(plan.argv)}", file=sys.stderr, flush=True)
     os.execve(plan.argv[0], list(plan.argv), {**os.environ, **plan.variables})
 

@@ -2,12 +2,12 @@
 
 Every rank leads a session and process group of its own, so that its children end with it. Ranks that have
 ended stay unreaped until the run is over: their process ids cannot be given to somebody else meanwhile, and
-the groups can be signalled without a race. Two things end a run whose launcher is killed: each rank is tied to
-the launcher by the kernel (`tie.py`), and a guardian ends their children (`guardian.py`).
+the groups can be signalled without a race. Two things end a run whose launcher is killed: each rank is tied
+to the launcher by the kernel (`tie.py`), and a guardian ends their children (`guardian.py`).
 
 Who failed first is told apart from who failed because of it by the time at which a rank began to print its
-last traceback, or else ended: a rank may need a second to unload TensorFlow after its traceback, and its peers
-may notice and end before it does.
+last traceback, or else ended: a rank may need a second to unload TensorFlow after its traceback, and its
+peers may notice and end before it does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfdist.launch.output import Channel, Memory
 from tfdist.launch.plan import LocalPlan, RankCommand
 
 # Together below the 5 seconds within which a failed run has to be over.
-_GRACE = 1.0  # seconds for the rank that failed first to end, when another, which failed because of it, was quicker
+_GRACE = 1.0  # seconds for the rank that failed first to end, when one that failed because of it was quicker
 _TERM = 2.0  # seconds between SIGTERM and SIGKILL
 _LEFTOVERS = 0.5  # seconds between SIGTERM and SIGKILL for what ranks started and left behind
 _DRAIN = 0.5  # seconds for output that is still in the pipes after every process ended
@@ -43,7 +43,12 @@ _HERE = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a rank ended: `status` is its exit code, or minus the signal that ended it; `at` is monotonic time."""
+    """How a rank ended.
+
+    Attributes:
+        status: exit code, or minus the signal that ended it.
+        at: monotonic time in seconds.
+    """
 
     status: int
     at: float
@@ -171,7 +176,8 @@ class _Run:
         )
 
     def _tell_guardian(self, text: str) -> None:
-        assert self._guardian is not None and self._guardian.stdin is not None
+        assert self._guardian is not None
+        assert self._guardian.stdin is not None
         with contextlib.suppress(OSError):  # killed by somebody; the ranks are still tied to this process
             self._guardian.stdin.write(text.encode() + b"\n")
             self._guardian.stdin.flush()

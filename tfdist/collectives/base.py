@@ -92,7 +92,8 @@ class Engine(abc.ABC):
         """Combines tensors element-wise over the ranks; every rank receives bit-identical results.
 
         Args:
-            tensors: dense tensors with statically known shapes, equal on all ranks; dtypes may be mixed.
+            tensors: dense tensors, shapes equal on all ranks; dtypes may be mixed. Shapes that are known
+                while tracing are cheaper.
             op: one of `native_ops`.
             name: identifies the collective on all ranks.
             group: the ranks that take part.
@@ -102,14 +103,24 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def allgather(self, tensor: tf.Tensor, *, name: str, group: Group) -> tf.Tensor:
-        """Concatenates the ranks' tensors along axis 0, whose length may differ between ranks (0 included)."""
+    def allgather(
+        self, tensor: tf.Tensor, *, name: str, group: Group, lengths: Sequence[int] | None = None
+    ) -> tf.Tensor:
+        """Concatenates the ranks' tensors along axis 0, whose length may differ between ranks (0 included).
+
+        Args:
+            tensor: at least one axis.
+            name: identifies the collective on all ranks.
+            group: the ranks that take part.
+            lengths: length of axis 0 on every rank of the group where it is already known (an eager call has
+                agreed on it); spares the engine an exchange.
+        """
 
     @abc.abstractmethod
     def broadcast(
         self, tensors: Sequence[tf.Tensor], root: int, *, name: str, group: Group
     ) -> list[tf.Tensor]:
-        """Gives every rank the tensors of world rank `root`."""
+        """Gives every rank the tensors of world rank `root`; shapes and dtypes equal on all ranks."""
 
     @abc.abstractmethod
     def alltoall(
@@ -126,3 +137,33 @@ class Engine(abc.ABC):
         Returns:
             The received rows in group order, and how many came from each rank (int32 `[group.size]`).
         """
+
+    @abc.abstractmethod
+    def reducescatter(self, tensor: tf.Tensor, op: ReduceOp, *, name: str, group: Group) -> tf.Tensor:
+        """Combines tensors over the ranks and leaves each rank its rows.
+
+        Args:
+            tensor: at least one axis, shape equal on all ranks.
+            op: one of `native_ops`.
+            name: identifies the collective on all ranks.
+            group: the ranks that take part.
+
+        Returns:
+            The rows `split_rows` gives to this rank.
+        """
+
+    def register(self, group: Group) -> None:
+        """Tells the engine about a new group; every rank of the world calls it, in the same order."""
+
+    def forget(self, group: Group) -> None:
+        """Ends a group; every rank of the world calls it, in the same order."""
+
+
+def split_rows(rows: int, parts: int) -> list[int]:
+    """How many of `rows` each rank gets: equal shares, the first ranks one more where it doesn't divide.
+
+    Example:
+        >>> split_rows(7, 3)
+        [3, 2, 2]
+    """
+    return [rows // parts + (part < rows % parts) for part in range(parts)]

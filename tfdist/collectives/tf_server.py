@@ -1,0 +1,105 @@
+"""The gRPC server behind the `tf` engine: a port without a race, and a context that stays uninitialised.
+
+Problem: every rank's TensorFlow listens on a port that all others must know before any of them starts. A free
+port that is looked up and released can be taken by another process; and enabling collectives with a call that
+creates TensorFlow's context would forbid the device settings that scripts make after `tfdist.init()`.
+
+Solution: a bound, not listening socket reserves the port for the life of the process: the kernel gives it to
+nobody else, and gRPC, which binds with SO_REUSEADDR, can still listen on it. The ports travel with the
+start-up barrier. The settings are stored in the context object before it is initialised; TensorFlow starts the
+server when the first operation initialises it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlparse
+
+from tfdist.cluster import ClusterSpec
+from tfdist.errors import BackendUnavailableError
+
+JOB = "worker"
+_reserved: socket.socket | None = None
+
+
+def reserve_port() -> int:
+    """A TCP port that belongs to this process until it ends; the same one at every call."""
+    global _reserved
+    if _reserved is None:
+        _reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        _reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reserved.bind(("", 0))
+    return int(_reserved.getsockname()[1])
+
+
+def own_address(spec: ClusterSpec) -> str:
+    """Address under which other ranks reach this host: loopback unless the world spans hosts."""
+    if spec.cross_size == 1:
+        return "127.0.0.1"
+    target = urlparse(spec.rendezvous).hostname if spec.rendezvous.startswith("tcp://") else None
+    if target:
+        # Connecting a datagram socket sends nothing; it only picks the interface that leads there.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            address = str(probe.getsockname()[0])
+        if not address.startswith("127."):
+            return address
+    return socket.gethostname()
+
+
+def context_exists() -> bool:
+    """Whether TensorFlow's context is initialised, after which no server can be added to it."""
+    from tensorflow.python.eager import context
+
+    return context.context()._context_handle is not None
+
+
+def configure_server(addresses: Sequence[str], *, rank: int) -> None:
+    """Stores the cluster in TensorFlow's context; the server starts with the context.
+
+    Args:
+        addresses: `host:port` of every rank's server.
+        rank: this process.
+
+    Raises:
+        BackendUnavailableError: TensorFlow has executed an operation already.
+    """
+    import tensorflow as tf
+    from tensorflow.core.protobuf import tensorflow_server_pb2
+    from tensorflow.python.eager import context
+
+    current = context.context()
+    if context_exists() and not _is_configured_as(current, addresses):
+        raise BackendUnavailableError(
+            f"rank {rank}: TensorFlow has already executed an operation, after which its collectives can't be "
+            "enabled (tensors made before would be lost). Call `tfdist.init()` before the first TensorFlow or "
+            "Keras operation, model or dataset of the script."
+        )
+    if context_exists():
+        return
+    current.configure_collective_ops(
+        collective_leader=f"/job:{JOB}/replica:0/task:0",
+        # Rewriting collectives to share buffers would merge them by their order in this rank's graph.
+        scoped_allocator_enabled_ops=(),
+        # Without it every rank would keep a connection to, and wait for, every other rank's devices.
+        device_filters=(f"/job:{JOB}/task:{rank}",),
+    )
+    server = tensorflow_server_pb2.ServerDef(
+        cluster=tf.train.ClusterSpec({JOB: list(addresses)}).as_cluster_def(),
+        job_name=JOB,
+        task_index=rank,
+        protocol="grpc",
+        default_session_config=current.config,
+    )
+    current.enable_collective_ops(server)
+
+
+def _is_configured_as(current: Any, addresses: Sequence[str]) -> bool:
+    """Whether a former world of this process set up the very same servers (init after shutdown)."""
+    server = current._collective_ops_server_def
+    if server is None:
+        return False
+    jobs = {job.name: dict(job.tasks) for job in server.cluster.job}
+    return jobs == {JOB: dict(enumerate(addresses))}

@@ -181,7 +181,7 @@ def loading_problem(build: HorovodBuild, *, timeout: float = 120.0) -> str:
         return ""
     if result.returncode < 0:
         name = signal.Signals(-result.returncode).name
-        return f"`import horovod.tensorflow` crashed with {name}, as builds for another TensorFlow do: {_REBUILD}"
+        return f"`import horovod.tensorflow` crashed ({name}), as one for another TensorFlow does: {_REBUILD}"
     return explain_import_error(result.stderr, built_for=build.tensorflow)
 
 

@@ -5,39 +5,48 @@ TensorFlow, or without MPI, fails later and obscurely.
 
 Solution: find out what is wanted and what is missing before the long compile (`horovod_toolchain`); build
 from PyPI's checked source (`horovod_compile`) into a cache keyed by everything the result depends on
-(`horovod_wheels`); install it, and believe it only after a real all-reduce between two processes
-(`horovod_proof`). A Horovod that is already there and passes that proof is kept.
+(`horovod_wheels`); believe it only after a real all-reduce between two processes (`horovod_proof`), and
+install it then, so that a wheel that fails never replaces one that works. A Horovod that is already there
+and passes that proof is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
-import importlib.util
-import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import sysconfig
+import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from tfdist.collectives.horovod_probe import HorovodBuild, installed_horovod, installed_tensorflow
+from tfdist.collectives.horovod_probe import installed_horovod
 from tfdist.errors import BackendUnavailableError
 from tfdist.launch import horovod_compile, horovod_proof, horovod_toolchain
-from tfdist.launch.horovod_toolchain import FEATURES, Cuda, Machine, Missing, Mpi, Nccl
-from tfdist.launch.horovod_wheels import Ingredients, WheelCache, default_cache, tensorflow_build
+from tfdist.launch.horovod_install import (
+    install_runtime_packages,
+    install_wheel,
+    lacking_runtime_packages,
+    reason_to_replace,
+)
+from tfdist.launch.horovod_plan import (
+    BuildPlan,
+    cuda_tensorflow_missing,
+    describe_missing,
+    describe_tensorflow,
+    ingredients,
+    plan_build,
+)
+from tfdist.launch.horovod_toolchain import FEATURES, Machine, Missing
+from tfdist.launch.horovod_wheels import WheelCache, default_cache
 
-# Module to import -> package that brings it; Horovod imports these at run time.
-_RUNTIME_PACKAGES = {"psutil": "psutil", "cloudpickle": "cloudpickle", "yaml": "pyyaml", "packaging": "packaging"}
-_OLDEST_TENSORFLOW = (2, 16)
 _BUILD_BYTES = 1_500_000_000
 
 Tell = Callable[[str], None]
@@ -62,17 +71,6 @@ class BuildResult:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What to build, with the parts of the machine it needs."""
-
-    features: tuple[str, ...]
-    mpi: Mpi | None = None
-    nccl: Nccl | None = None
-    cuda: Cuda | None = None
-    capabilities: tuple[int, ...] = ()
-
-
 def build_horovod(
     features: Sequence[str] | None = None,
     *,
@@ -92,7 +90,7 @@ def build_horovod(
             `mpicxx` is found (a Horovod without MPI, started by mpirun, would take every rank for a world of
             its own).
         cache: folder for source, tools and wheels; `$XDG_CACHE_HOME/tfdist`, or `~/.cache/tfdist`.
-        install: installs the wheel into this Python's environment and proves it there.
+        install: installs the wheel into this Python's environment, once it is proved.
         rebuild: compiles even if an installed Horovod or a cached wheel would do.
         jobs: compilers at once; by default as many as cores and memory allow.
         capabilities: CUDA device generations such as `(80, 90)`; by default all that the toolkit knows.
@@ -121,109 +119,42 @@ def build_horovod(
         return BuildResult(plan.features, wheel, how, proofs, time.monotonic() - start)
 
     if install and not rebuild:
-        proofs = _prove_installed(plan, machine, tell=tell)
+        proofs = _prove_installed(plan, tell=tell)
         if proofs:
             return done("kept", None, proofs)
-    key = _ingredients(plan).key()
+    key = ingredients(plan).key()
     wheel = None if rebuild else wheels.find(key)
     how = "cached"
     if wheel is None:
         wheel, how = _build_locked(
-            plan, machine, wheels, key, jobs=jobs, rebuild=rebuild, timeout=timeout, verbose=verbose, tell=tell
+            plan,
+            machine,
+            wheels,
+            key,
+            jobs=jobs,
+            rebuild=rebuild,
+            timeout=timeout,
+            verbose=verbose,
+            tell=tell,
         )
     tell(f"{how} wheel: {wheel}")
-    if not install:
+    if install:
+        install_runtime_packages(tell=tell)
+    elif lacking_runtime_packages():
+        tell(f"not proved: Horovod imports {', '.join(lacking_runtime_packages())}, which are not installed")
         return done(how, wheel, ())
-    _install(wheel, tell=tell)
-    return done(how, wheel, _prove(plan, machine, tell=tell))
-
-
-def plan_build(
-    machine: Machine, features: Sequence[str] | None, *, capabilities: Sequence[int] | None, tell: Tell
-) -> _Plan:
-    """Resolves what to build; raises with everything that is missing for it."""
-    unknown = sorted(set(features or ()) - set(FEATURES))
-    if unknown:
-        raise BackendUnavailableError(
-            f"Horovod's features are {', '.join(FEATURES)}; received {', '.join(unknown)}."
-        )
-    missing = check_python(machine)
-    wanted = {"gloo", *(features or ())}
-    mpi = nccl = cuda = None
-    if features is None or "mpi" in wanted:
-        found_mpi = horovod_toolchain.find_mpi(machine)
-        if isinstance(found_mpi, Mpi):
-            mpi = found_mpi
-            wanted.add("mpi")
-        elif features is not None:
-            missing.append(found_mpi)
-        else:
-            tell(f"without MPI ({found_mpi.why}); to have it: {found_mpi.fix}")
-    if "nccl" in wanted:
-        found_cuda = horovod_toolchain.find_cuda(machine)
-        cuda = found_cuda if isinstance(found_cuda, Cuda) else None
-        found_nccl = horovod_toolchain.find_nccl(machine, cuda_home=cuda.home if cuda else None)
-        nccl = found_nccl if isinstance(found_nccl, Nccl) else None
-        missing += [found for found in (found_cuda, found_nccl) if isinstance(found, Missing)]
-    if missing:
-        raise BackendUnavailableError(describe_missing(missing))
-    chosen = tuple(sorted(capabilities or (cuda.capabilities if cuda else ())))
-    return _Plan(tuple(sorted(wanted)), mpi, nccl, cuda, chosen)
-
-
-def check_python(machine: Machine) -> list[Missing]:
-    """What this Python lacks: TensorFlow of a supported version, pip, a supported system."""
-    missing = []
-    if sys.platform not in ("linux", "darwin"):
-        missing.append(
-            Missing("Linux or macOS", f"Horovod doesn't build on {sys.platform}", "use WSL 2, or the tf backend")
-        )
-    tensorflow = installed_tensorflow()
-    if tensorflow is None and machine.package_folder("tensorflow") is None:
-        missing.append(
-            Missing(
-                "TensorFlow",
-                f"not installed for {sys.executable}; Horovod is compiled against it",
-                "pip install tensorflow-cpu  (or tensorflow[and-cuda] for GPUs)",
-            )
-        )
-    elif tensorflow is not None:
-        numbers = tuple(int(number) for number in re.findall(r"\d+", tensorflow[1])[:2])
-        if numbers < _OLDEST_TENSORFLOW:
-            missing.append(
-                Missing("TensorFlow 2.16 or later", f"found {' '.join(tensorflow)}", f"pip install -U {tensorflow[0]}")
-            )
-    if importlib.util.find_spec("pip") is None:
-        missing.append(Missing("pip", f"{sys.executable} has none", f"{sys.executable} -m ensurepip --upgrade"))
-    return missing
-
-
-def describe_missing(missing: Sequence[Missing]) -> str:
-    """One message for everything that is missing."""
-    return "Horovod can't be built here yet. Missing:\n" + "\n".join(f"  - {item}" for item in missing)
-
-
-def _ingredients(plan: _Plan) -> Ingredients:
-    name, version = installed_tensorflow() or ("tensorflow", "unknown")
-    nccl = ""
-    if plan.nccl and plan.cuda:
-        devices = ",".join(map(str, plan.capabilities))
-        nccl = f"{plan.nccl.version} {plan.nccl.library} cuda {plan.cuda.release} {devices}"
-    suffix = sysconfig.get_config_var("EXT_SUFFIX") or ""
-    return Ingredients(
-        horovod=horovod_compile.HOROVOD_VERSION,
-        tensorflow=version,
-        tensorflow_build=tensorflow_build(name),
-        python=re.sub(r"^\.(\w+)-(\d+\w*).*$", r"\1\2", suffix) or sys.implementation.cache_tag,
-        platform=sysconfig.get_platform(),
-        features=plan.features,
-        mpi=plan.mpi.identity if plan.mpi else "",
-        nccl=nccl,
-    )
+    # Proved before it replaces a Horovod that may work.
+    with tempfile.TemporaryDirectory(prefix="tfdist-horovod-") as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        proofs = _prove(plan, package_path=Path(folder), tell=tell)
+    if install:
+        install_wheel(wheel, plan.features, tell=tell)
+    return done(how, wheel, proofs)
 
 
 def _build_locked(
-    plan: _Plan,
+    plan: BuildPlan,
     machine: Machine,
     wheels: WheelCache,
     key: str,
@@ -243,11 +174,10 @@ def _build_locked(
         if ready is not None:
             return ready, "cached"
         _check_disk(wheels.root)
-        about = _describe_tensorflow()
-        cuda_build = bool(about["cuda"])
-        if "nccl" in plan.features and not cuda_build:
-            tell("note: this TensorFlow is built without CUDA; NCCL serves only with tensorflow[and-cuda]")
-        elif "nccl" not in plan.features and cuda_build:
+        about = describe_tensorflow()
+        if "nccl" in plan.features and not about["cuda"]:
+            raise BackendUnavailableError(describe_missing([cuda_tensorflow_missing(str(about["version"]))]))
+        if "nccl" not in plan.features and about["cuda"]:
             tell("note: this TensorFlow supports GPUs; for all-reduce between GPUs add --with gloo,nccl")
         tools = horovod_compile.prepare_tools(wheels, machine, tell=tell)
         archive = horovod_compile.fetch_source(wheels, tools, tell=tell)
@@ -296,65 +226,7 @@ def _check_disk(folder: Path) -> None:
         )
 
 
-def _describe_tensorflow() -> dict[str, object]:
-    """Imports TensorFlow in another process: the compile needs it to import, and this one may not hold it."""
-    program = (
-        "import json, os, tensorflow as tf; print('\\n' + json.dumps({'version': tf.__version__, "
-        "'include': os.path.isdir(tf.sysconfig.get_include()), "
-        "'cuda': bool(tf.sysconfig.get_build_info().get('is_cuda_build'))}))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=300,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
-    )
-    if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        raise BackendUnavailableError(
-            f"`import tensorflow` fails in {sys.executable}: {lines[-1] if lines else result.returncode}. "
-            "Repair it first: pip install --force-reinstall tensorflow-cpu"
-        )
-    about: dict[str, object] = json.loads(result.stdout.strip().splitlines()[-1])
-    if not about["include"]:
-        raise BackendUnavailableError(
-            "This TensorFlow ships no C++ headers, which Horovod needs. "
-            "Install the distribution from PyPI: pip install tensorflow-cpu"
-        )
-    return about
-
-
-def _install(wheel: Path, *, tell: Tell) -> None:
-    tell(f"installing {wheel.name}")
-    _pip_install(["--no-deps", "--force-reinstall", str(wheel)], what=f"install {wheel}")
-    importlib.invalidate_caches()
-    _install_runtime_packages(tell=tell)
-
-
-def _install_runtime_packages(*, tell: Tell) -> None:
-    needed = [package for module, package in _RUNTIME_PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if needed:
-        tell(f"installing what Horovod imports: {', '.join(needed)}")
-        _pip_install(needed, what=f"install {', '.join(needed)}")
-        importlib.invalidate_caches()
-
-
-def _pip_install(arguments: Sequence[str], *, what: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-    result = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=900
-    )
-    if result.returncode:
-        text = "\n".join(f"    {line[:300]}" for line in result.stderr.strip().splitlines()[:8])
-        hint = ""
-        if "externally-managed" in text or "Permission denied" in text:
-            hint = "\n  fix: use a virtual environment (python -m venv .venv) that has TensorFlow"
-        raise BackendUnavailableError(f"pip could not {what}:\n{text}{hint}")
-
-
-def _prove_installed(plan: _Plan, machine: Machine, *, tell: Tell) -> tuple[horovod_proof.Proof, ...]:
+def _prove_installed(plan: BuildPlan, *, tell: Tell) -> tuple[horovod_proof.Proof, ...]:
     """Proofs of the Horovod that is installed if it fits the plan; empty if it doesn't, or doesn't work."""
     installed = installed_horovod()
     if installed is None:
@@ -368,36 +240,29 @@ def _prove_installed(plan: _Plan, machine: Machine, *, tell: Tell) -> tuple[horo
         f"{', '.join(sorted(installed.features))} is installed; proving it"
     )
     try:
-        _install_runtime_packages(tell=tell)
-        return _prove(plan, machine, tell=tell)
+        install_runtime_packages(tell=tell)
+        return _prove(plan, package_path=None, tell=tell)
     except BackendUnavailableError as error:
-        tell(f"the installed Horovod doesn't work and is replaced: {error}")
+        lines = str(error).splitlines()
+        tell(f"the installed Horovod doesn't work and is replaced: {lines[0]}")
+        tell(f"    {lines[-1].strip()[:300]}")
         return ()
 
 
-def reason_to_replace(installed: HorovodBuild, features: Sequence[str]) -> str:
-    """Why an installed Horovod won't do for these features; empty if it may."""
-    if installed.problem:
-        return f"replacing: {installed.problem}"
-    lacking = sorted(set(features) - installed.features)
-    if lacking:
-        return f"replacing: the installed Horovod was built without {', '.join(lacking)}"
-    return ""
-
-
-def _prove(plan: _Plan, machine: Machine, *, tell: Tell) -> tuple[horovod_proof.Proof, ...]:
+def _prove(plan: BuildPlan, *, package_path: Path | None, tell: Tell) -> tuple[horovod_proof.Proof, ...]:
     """All-reduces between two processes, with each controller that was built."""
-    proofs = [horovod_proof.prove_gloo()]
+    proofs = [horovod_proof.prove_gloo(package_path=package_path)]
     if plan.mpi:
         mpirun = horovod_proof.find_mpirun(plan.mpi.mpicxx)
         if mpirun:
-            proofs.append(horovod_proof.prove_mpi(mpirun))
+            proofs.append(horovod_proof.prove_mpi(mpirun, package_path=package_path))
         else:
             tell("MPI is built in but was not run: no mpirun on PATH")
     for proof in proofs:
         tell(
             f"proved: 2 processes all-reduce over {proof.controller} on {proof.device}, 16 MiB in "
-            f"{proof.seconds * 1e3:.0f} ms, {proof.bandwidth / 1e9:.2f} GB/s; built with {', '.join(proof.built)}"
+            f"{proof.seconds * 1e3:.0f} ms, {proof.bandwidth / 1e9:.2f} GB/s; "
+            f"built with {', '.join(proof.built)}"
         )
     if "nccl" in plan.features and all(proof.device == "CPU" for proof in proofs):
         tell("NCCL is compiled and linked but was not run: that needs 2 GPUs and a TensorFlow with CUDA")
@@ -408,20 +273,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tfdist build-horovod",
         description=f"Builds Horovod {horovod_compile.HOROVOD_VERSION} for the TensorFlow that is installed, "
-        "installs it, and proves it by an all-reduce between two processes. Wheels are cached.",
+        "proves it by an all-reduce between two processes, and installs it. Wheels are cached.",
     )
     parser.add_argument(
         "--with",
         dest="features",
         metavar="LIST",
-        help="comma-separated: gloo, mpi, nccl. Gloo is always built in; by default MPI too where mpicxx is found",
+        help="comma-separated: gloo, mpi, nccl. Gloo is always in; by default MPI too where mpicxx is found",
     )
     parser.add_argument("--cache", type=Path, metavar="DIR", help=f"default: {default_cache()}")
     parser.add_argument("--no-install", action="store_true", help="only build the wheel and print its path")
     parser.add_argument("--rebuild", action="store_true", help="compile even if installed or cached")
-    parser.add_argument("--jobs", type=_positive, metavar="N", help="compilers at once (default: by cores, memory)")
     parser.add_argument(
-        "--cuda-cc", metavar="LIST", help="CUDA device generations, such as 80,90 (default: all of the toolkit)"
+        "--jobs", type=_positive, metavar="N", help="compilers at once (default: by cores, memory)"
+    )
+    parser.add_argument(
+        "--cuda-cc",
+        metavar="LIST",
+        help="CUDA device generations, such as 80,90 (default: all of the toolkit)",
     )
     parser.add_argument("--timeout", type=_positive, default=3600, metavar="S", help="bound for the compile")
     parser.add_argument("--verbose", action="store_true", help="show the compilers' output")

@@ -11,6 +11,7 @@ goes to a log; the terminal sees progress, and on failure the first real error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -158,7 +159,9 @@ def prepare_tools(cache: WheelCache, machine: Machine, *, tell: Callable[[str], 
     if cmake is None:
         cmake = str(folder / "cmake" / "data" / "bin" / "cmake")
     if make is None and ninja is None:
-        ninja = shutil.which("ninja", path=os.pathsep.join(map(str, (folder / "bin", folder / "ninja/data/bin"))))
+        ninja = shutil.which(
+            "ninja", path=os.pathsep.join(map(str, (folder / "bin", folder / "ninja/data/bin")))
+        )
         if ninja is None:
             raise BackendUnavailableError(
                 f"Neither make nor ninja is here, and PyPI's ninja has no program in {folder}. "
@@ -210,7 +213,9 @@ def unpack_source(archive: Path, folder: Path) -> Path:
         else:  # Python 3.10 before 3.10.12; the archive's hash is known
             tar.extractall(folder)
     root = folder / f"horovod-{HOROVOD_VERSION}"
-    (root / EMPTIED_SOURCE).write_text("// Left out by tfdist: needs XLA headers that TensorFlow no longer ships.\n")
+    (root / EMPTIED_SOURCE).write_text(
+        "// Left out by tfdist: needs XLA headers that TensorFlow no longer ships.\n"
+    )
     return root
 
 
@@ -301,10 +306,8 @@ def compile_wheel(
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
     """Ends the build's whole process group; compilers outlive the Python that started them."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 class Progress:
@@ -352,9 +355,11 @@ _ECHO = re.compile(r"^(g?make|ninja)\b|subprocess\.CalledProcessError|^collect2:
 _HINTS = (
     (r"Killed signal terminated|out of memory|virtual memory exhausted", "memory ran out: use --jobs 1"),
     (r"No space left on device", "the disk is full: free some or choose another folder with --cache"),
-    (r"unsupported GNU version|unsupported Microsoft|nvcc fatal|CUDA.*is not able to compile|CMAKE_CUDA",
-     "the CUDA compiler doesn't work with this C++ compiler: take its folder off PATH for a build without "
-     "nccl, or set CXX to a version it supports"),
+    (
+        r"unsupported GNU version|unsupported Microsoft|nvcc fatal|CUDA.*is not able to compile|CMAKE_CUDA",
+        "the CUDA compiler doesn't work with this C++ compiler: take its folder off PATH for a build without "
+        "nccl, or set CXX to a version it supports",
+    ),
 )
 
 
@@ -406,7 +411,9 @@ def _run_pip(arguments: Sequence[str], *, what: str, environment: Mapping[str, s
             timeout=900,
         )
     except subprocess.TimeoutExpired:
-        raise BackendUnavailableError(f"pip did not bring {what} within 900 s: is the package index reachable?") from None
+        raise BackendUnavailableError(
+            f"pip did not bring {what} within 900 s: is the package index reachable?"
+        ) from None
     if result.returncode:
         lines = [line for line in result.stdout.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR") or "error:" in line] or lines[-5:]

@@ -13,6 +13,7 @@ Reference: the HTTP rendezvous protocol is that of Horovod 0.28.1, `horovod/comm
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.server
 import json
@@ -25,7 +26,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -81,10 +81,11 @@ class Proof:
     bandwidth: float
 
 
-def prove_gloo(*, megabytes: int = 16, timeout: float = 120.0) -> Proof:
+def prove_gloo(*, package_path: Path | None = None, megabytes: int = 16, timeout: float = 120.0) -> Proof:
     """All-reduces between two processes over loopback with Horovod's Gloo.
 
     Args:
+        package_path: folder that holds a Horovod to prove instead of the installed one.
         megabytes: size of the tensor in MiB.
         timeout: bound in seconds for the whole proof.
 
@@ -95,16 +96,21 @@ def prove_gloo(*, megabytes: int = 16, timeout: float = 120.0) -> Proof:
         BackendUnavailableError: a rank failed, gave a wrong sum, or did not end in time.
     """
     with _serve_rendezvous() as port:
-        environments = [_gloo_environment(rank, port=port, timeout=timeout) for rank in range(2)]
-        command = [sys.executable, "-c", _WORKER, str(megabytes)]
-        outputs = _run_together([(command, env) for env in environments], timeout=timeout, name="Gloo")
+        jobs = []
+        for rank in range(2):
+            environment = _clean_environment(package_path)
+            environment.update(_gloo_settings(rank, port=port, timeout=timeout))
+            jobs.append(([sys.executable, "-c", _WORKER, str(megabytes)], environment))
+        outputs = _run_together(jobs, timeout=timeout, name="Gloo")
     return judge_reports("\n".join(outputs), controller="gloo", megabytes=megabytes)
 
 
-def prove_mpi(mpirun: str, *, megabytes: int = 16, timeout: float = 120.0) -> Proof:
+def prove_mpi(
+    mpirun: str, *, package_path: Path | None = None, megabytes: int = 16, timeout: float = 120.0
+) -> Proof:
     """All-reduces between two processes that `mpirun` starts on this machine; as `prove_gloo`."""
     command = [*_mpirun_command(mpirun), sys.executable, "-c", _WORKER, str(megabytes)]
-    environment = _clean_environment()
+    environment = _clean_environment(package_path)
     environment.update(HOROVOD_CONTROLLER="mpi", HOROVOD_CPU_OPERATIONS="mpi")
     outputs = _run_together([(command, environment)], timeout=timeout, name="MPI")
     return judge_reports(outputs[0], controller="mpi", megabytes=megabytes)
@@ -112,9 +118,7 @@ def prove_mpi(mpirun: str, *, megabytes: int = 16, timeout: float = 120.0) -> Pr
 
 def judge_reports(output: str, *, controller: str, megabytes: int) -> Proof:
     """Turns what two workers printed into a `Proof`, or says what is wrong with it."""
-    reports = [
-        json.loads(line[len(_MARK) :]) for line in output.splitlines() if line.startswith(_MARK)
-    ]
+    reports = [json.loads(line[len(_MARK) :]) for line in output.splitlines() if line.startswith(_MARK)]
     sizes = sorted(report["size"] for report in reports)
     if sizes != [2, 2]:
         raise BackendUnavailableError(
@@ -129,8 +133,8 @@ def judge_reports(output: str, *, controller: str, megabytes: int) -> Proof:
     for report in reports:
         if report["low"] != 3.0 or report["high"] != 3.0:
             raise BackendUnavailableError(
-                f"Horovod ({controller}) summed 1 and 2 to values from {report['low']} to {report['high']} on "
-                f"rank {report['rank']}; 3 is right. Rebuild with `tfdist build-horovod --rebuild`."
+                f"Horovod ({controller}) summed 1 and 2 to {report['low']} up to {report['high']} "
+                f"on rank {report['rank']}; 3 is right. Rebuild with `tfdist build-horovod --rebuild`."
             )
     seconds = max(report["seconds"] for report in reports)
     return Proof(
@@ -142,32 +146,33 @@ def judge_reports(output: str, *, controller: str, megabytes: int) -> Proof:
     )
 
 
-def _gloo_environment(rank: int, *, port: int, timeout: float) -> dict[str, str]:
-    environment = _clean_environment()
-    environment.update(
-        HOROVOD_RANK=str(rank),
-        HOROVOD_SIZE="2",
-        HOROVOD_LOCAL_RANK=str(rank),
-        HOROVOD_LOCAL_SIZE="2",
-        HOROVOD_CROSS_RANK="0",
-        HOROVOD_CROSS_SIZE="1",
-        HOROVOD_HOSTNAME="127.0.0.1",
-        HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1",
-        HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-        HOROVOD_GLOO_IFACE="lo0" if sys.platform == "darwin" else "lo",
-        HOROVOD_GLOO_TIMEOUT_SECONDS=str(max(1, int(timeout))),
-        HOROVOD_CONTROLLER="gloo",
-        HOROVOD_CPU_OPERATIONS="gloo",
-    )
-    return environment
+def _gloo_settings(rank: int, *, port: int, timeout: float) -> dict[str, str]:
+    return {
+        "HOROVOD_RANK": str(rank),
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": str(rank),
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_HOSTNAME": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_IFACE": "lo0" if sys.platform == "darwin" else "lo",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, int(timeout))),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
 
 
-def _clean_environment() -> dict[str, str]:
+def _clean_environment(package_path: Path | None) -> dict[str, str]:
     """This environment without settings of an outer job, which would redirect the two processes."""
     prefixes = ("HOROVOD_", "OMPI_", "PMI", "PRTE_", "SLURM_", "TFDIST_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     for name in ("TF_CONFIG", "TF_USE_LEGACY_KERAS"):
         environment.pop(name, None)
+    if package_path is not None:
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(package_path), *([before] if before else [])])
     environment.update(TF_CPP_MIN_LOG_LEVEL="3", OMP_NUM_THREADS="1", NO_PROXY="*", no_proxy="*")
     return environment
 
@@ -196,9 +201,12 @@ def _run_together(
 ) -> list[str]:
     """Runs processes at the same time and returns what they printed; ends all when one fails or is late."""
     deadline = time.monotonic() + timeout
-    files: list[IO[str]] = [tempfile.TemporaryFile("w+", errors="replace") for _ in jobs]
     processes: list[subprocess.Popen[str]] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        files: list[IO[str]] = [
+            stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in jobs
+        ]
+        stack.callback(_end_all, processes)
         for (command, environment), file in zip(jobs, files, strict=True):
             processes.append(
                 subprocess.Popen(
@@ -229,13 +237,13 @@ def _run_together(
                     f"{_last_words(files[late[0]])}"
                 )
             time.sleep(0.05)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for file in files:
-            file.close()
+
+
+def _end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _read(file: IO[str]) -> str:
@@ -284,7 +292,7 @@ class _RendezvousServer(http.server.ThreadingHTTPServer):
         self.values: dict[str, bytes] = {}
 
 
-@contextmanager
+@contextlib.contextmanager
 def _serve_rendezvous() -> Iterator[int]:
     server = _RendezvousServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

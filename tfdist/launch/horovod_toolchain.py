@@ -116,7 +116,9 @@ class Machine:
         if code == 0:
             return ""
         lines = [line for line in text.splitlines() if line.strip()]
-        return next((line for line in lines if "error" in line.lower()), lines[0] if lines else f"exit code {code}")
+        return next(
+            (line for line in lines if "error" in line.lower()), lines[0] if lines else f"exit code {code}"
+        )
 
     def package_folder(self, name: str) -> Path | None:
         """Folder of an importable package, without importing it (parents are namespace packages)."""
@@ -147,7 +149,11 @@ def find_compiler(machine: Machine) -> str | Missing:
     candidates = [chosen] if chosen else ["g++", "c++", "clang++"]
     compiler = next((name for name in candidates if name.split() and machine.which(name.split()[0])), None)
     if compiler is None:
-        why = f"$CXX is {chosen}, which is not on PATH" if chosen else f"none of {', '.join(candidates)} is on PATH"
+        why = (
+            f"$CXX is {chosen}, which is not on PATH"
+            if chosen
+            else f"none of {', '.join(candidates)} is on PATH"
+        )
         return Missing("C++ compiler", why, fix)
     complaint = machine.compiles(compiler, _PROBE_PROGRAM)
     if complaint:
@@ -229,7 +235,9 @@ def find_nccl(machine: Machine, *, cuda_home: Path | None = None) -> Nccl | Miss
         else f"nccl.h is in none of {', '.join(str(home / 'include') for home in homes)}"
     )
     distribution = install_command(machine, apt="libnccl-dev", dnf="libnccl-devel")
-    return Missing("NCCL", why, f"pip install nvidia-nccl-cu12  or  {distribution}  or set NCCL_HOME to its folder")
+    return Missing(
+        "NCCL", why, f"pip install nvidia-nccl-cu12  or  {distribution}  or set NCCL_HOME to its folder"
+    )
 
 
 def _find_nccl_library(home: Path) -> Path | None:

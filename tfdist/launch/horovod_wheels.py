@@ -55,12 +55,14 @@ class Ingredients:
     def key(self) -> str:
         """Name of the wheel's folder: readable parts, then a digest of all of them."""
         digest = hashlib.sha256(repr((RECIPE, dataclasses.astuple(self))).encode()).hexdigest()[:12]
-        readable = f"horovod-{self.horovod}-tf{self.tensorflow}-{self.python}-{'.'.join(self.features)}-{digest}"
+        readable = (
+            f"horovod-{self.horovod}-tf{self.tensorflow}-{self.python}-{'.'.join(self.features)}-{digest}"
+        )
         return re.sub(r"[^\w.+-]", "_", readable)
 
 
 def tensorflow_build(distribution: str) -> str:
-    """Fingerprint of an installed TensorFlow's libraries, from its RECORD: no import, no hashing of gigabytes.
+    """Fingerprint of an installed TensorFlow's libraries, from its RECORD: without hashing gigabytes.
 
     Builds of one version from different distributions, or of a local build number, differ in it.
     """
@@ -69,7 +71,8 @@ def tensorflow_build(distribution: str) -> str:
     libraries = sorted(
         (row[0], row[1])
         for row in csv.reader(record.splitlines())
-        if len(row) >= 2 and re.search(r"libtensorflow_(framework|cc)\.|_pywrap_tensorflow_internal\.", row[0])
+        if len(row) >= 2
+        and re.search(r"libtensorflow_(framework|cc)\.|_pywrap_tensorflow_internal\.", row[0])
     )
     if not libraries:
         # conda and system packages keep no RECORD; size and date of the library still tell builds apart.
@@ -162,8 +165,9 @@ class WheelCache:
                         told = True
                     if time.monotonic() > deadline:
                         raise BackendUnavailableError(
-                            f"One build at a time may use the cache {self.root}; process {holder} held it for "
-                            f"more than {timeout:g} s. End that process, or choose another folder with --cache."
+                            f"One build at a time may use the cache {self.root}; process {holder} held it "
+                            f"for more than {timeout:g} s. End that process, or choose another folder with "
+                            "--cache."
                         ) from None
                     time.sleep(0.2)
             file.truncate(0)

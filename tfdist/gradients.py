@@ -82,6 +82,7 @@ class GradientReducer:
         self.calls += 1
         GradientReducer.reductions += 1
         group = self.group or world.current().everyone
+        gradients = [_with_table_shape(g, v) for g, v in zip(gradients, variables, strict=True)]
         signature = _signature(gradients, variables)
         name = _occurrence(f"{self.name}.{hashlib.sha256(signature.encode()).hexdigest()[:12]}")
         if group.size > 1:
@@ -235,14 +236,26 @@ def to_dense(slices: tf.IndexedSlices) -> tf.Tensor:
     return tf.ensure_shape(tf.math.unsorted_segment_sum(slices.values, slices.indices, shape[0]), shape)
 
 
-def _table_shape(slices: tf.IndexedSlices) -> list[int]:
-    rows = tf.get_static_value(slices.dense_shape)
-    if rows is None:
+def _with_table_shape(gradient: Any, variable: Any) -> Any:
+    """Restores the static shape of a sparse gradient's table, which a call of a nested function loses."""
+    shape = getattr(variable, "shape", None)
+    if not isinstance(gradient, tf.IndexedSlices) or shape is None:
+        return gradient
+    shape = tf.TensorShape(shape)
+    if not shape.is_fully_defined():
         raise ValueError(
-            f"A sparse gradient needs a table of known shape to be reduced; received {slices}. Compute it "
-            "from a variable (tf.gather, keras.layers.Embedding)."
+            f"A sparse gradient is reduced over ranks only for a variable of known shape; {variable} has shape "
+            f"{shape}."
         )
-    return [int(rows[0]), *slices.values.shape[1:]]
+    return tf.IndexedSlices(
+        tf.ensure_shape(gradient.values, [None, *shape[1:]]),
+        gradient.indices,
+        tf.constant(shape.as_list(), tf.int64),
+    )
+
+
+def _table_shape(slices: tf.IndexedSlices) -> list[int]:
+    return [int(length) for length in tf.get_static_value(slices.dense_shape)]
 
 
 def _table_bytes(slices: tf.IndexedSlices) -> int:

@@ -15,7 +15,9 @@ from tfdist.control.frames import Frame, Part, ProtocolViolation
 from tfdist.control.line import Line
 from tfdist.control.rendezvous import LOOPBACK, Address, NotThereYet, Rendezvous, derive_key, read
 
-_ATTEMPT = 5.0  # a silent stranger at a stale address must not use up the whole bound
+# A silent stranger at a stale address must not use up the whole bound. Once greeted it is no stranger.
+_GREETING = 2.0
+_ATTEMPT = 5.0
 
 
 class Unreachable(Exception):
@@ -46,6 +48,7 @@ def dial(
     payload: Part,
     secret: bytes | None,
     known: Address | None,
+    deadline: float,
     timeout: float,
 ) -> tuple[Line, str]:
     """Connects to the control server and is welcomed.
@@ -57,7 +60,8 @@ def dial(
         payload: what the roster will show of this rank.
         secret: the launcher's secret.
         known: address of the server if it is in this process.
-        timeout: bound in seconds.
+        deadline: `time.monotonic()` at which to give up.
+        timeout: the bound in seconds that the user knows.
 
     Returns:
         The connection, and who the server is, for messages.
@@ -66,7 +70,6 @@ def dial(
         CollectiveTimeoutError: no control server of this job answered within the bound.
         LauncherError: it answered and found a contradiction.
     """
-    deadline = time.monotonic() + timeout
     pause = 0.01
     while True:
         attempt = min(deadline, time.monotonic() + _ATTEMPT)
@@ -158,7 +161,7 @@ def _open(address: Address, deadline: float) -> Line:
         if sock.getsockname() == sock.getpeername():
             # A dialled port in the ephemeral range may be chosen for the near end: connected to itself.
             raise Unreachable("nobody listens there yet")
-        return Line(sock, address.key, deadline=deadline)
+        return Line(sock, address.key, deadline=min(deadline, time.monotonic() + _GREETING))
     except BaseException:
         sock.close()
         raise

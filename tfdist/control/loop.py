@@ -123,13 +123,14 @@ class EventLoop:
     def _accept(self, listener: socket.socket) -> None:
         if listener not in self._listeners:
             return
-        with contextlib.suppress(OSError):
-            sock, _ = listener.accept()
-            strangers = [connection for connection in self.connections if connection.is_stranger]
-            if len(strangers) >= _MAX_STRANGERS:
-                self.forget(min(strangers, key=lambda connection: connection.opened))
-            bootstrap = self._listeners[listener]
-            self.connections.add(Connection(sock, self._selector, self._key, bootstrap=bootstrap))
+        with contextlib.suppress(OSError):  # BlockingIOError: no more to accept
+            for _ in range(64):
+                sock, _ = listener.accept()
+                strangers = [connection for connection in self.connections if connection.is_stranger]
+                if len(strangers) >= _MAX_STRANGERS:
+                    self.forget(min(strangers, key=lambda connection: connection.opened))
+                bootstrap = self._listeners[listener]
+                self.connections.add(Connection(sock, self._selector, self._key, bootstrap=bootstrap))
 
     def _serve(self, connection: Connection, events: int) -> None:
         try:

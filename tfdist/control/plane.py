@@ -104,6 +104,7 @@ class ControlPlane:
             PeerLostError: a rank died during the start.
         """
         _require_bound("connect", timeout)
+        secret = secret or None  # an empty one protects nothing
         if silence is None:
             silence = max(15.0, min(timeout, 60.0))
         deadline = time.monotonic() + timeout
@@ -140,7 +141,8 @@ class ControlPlane:
                 payload=payload,
                 secret=secret,
                 known=server.address if server else None,
-                timeout=max(deadline - time.monotonic(), 0.0),
+                deadline=deadline,
+                timeout=timeout,
             )
             client = ControlClient(line, server=who, rank=spec.rank, silence=silence)
             plane = cls(spec, client, server=server, timeout=timeout, silence=silence)

@@ -97,7 +97,7 @@ def place(spec: ClusterSpec) -> tuple[int, ...]:
         (SLURM_STEP | {"SLURM_STEP_ID": "4294967290"}, "none", (0, 1, 0, 1, 0, 1), ""),
         # Daemons of Open MPI and Hydra, and tfdist's launcher, may themselves be tasks of a Slurm step.
         (OPEN_MPI_5 | SLURM_STEP, "openmpi", (1, 2, 1, 2, 0, 1), "openmpi-prterun-vm-7357@1"),
-        (HYDRA | SLURM_STEP | {"TFDIST_JOB": "j"}, "mpich", (1, 2, 1, 2, 0, 1), "j"),
+        (HYDRA | SLURM_STEP, "mpich", (1, 2, 1, 2, 0, 1), "mpich-slurm-812.3"),
         (TFDIST | SLURM_STEP, "tfdist", (1, 2, 1, 2, 0, 1), "run-1"),
         # Cloud services set a TF_CONFIG of one worker on single machines.
         (

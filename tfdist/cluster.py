@@ -220,9 +220,8 @@ def _read_slurm(environ: Mapping[str, str]) -> ClusterSpec | None:
             f"Slurm's variables contradict each other: {shown}. SLURM_STEP_TASKS_PER_NODE must add up to "
             "SLURM_STEP_NUM_TASKS and have an entry for SLURM_NODEID."
         )
-    job = f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
     values = [rank, size, local_rank, per_node[node]]
-    return _placed("slurm", values, [node, len(per_node)], job, shown)
+    return _placed("slurm", values, [node, len(per_node)], _slurm_job(environ), shown)
 
 
 _READERS = (_read_tfdist, _read_horovodrun, _read_openmpi, _read_mpich, _read_tf_config, _read_slurm)
@@ -247,7 +246,10 @@ def _mpich_job(environ: Mapping[str, str], *, one_host: bool) -> str:
             return f"mpich-{environ[name]}"
     # Hydra names the job only to programs that speak PMI. On one host its proxy is every rank's ancestor.
     proxy = _hydra_proxy() if one_host and _is_hydra(environ) else None
-    return f"mpich-{proxy}" if proxy else ""
+    if proxy:
+        return f"mpich-{proxy}"
+    # In an allocation on several hosts Hydra starts its proxies by one Slurm step per job.
+    return f"mpich-{_slurm_job(environ)}" if _is_hydra(environ) and _in_slurm_step(environ) else ""
 
 
 def _hydra_proxy() -> int | None:
@@ -263,6 +265,10 @@ def _hydra_proxy() -> int | None:
             return process
         process = int(rest.split()[1])
     return None
+
+
+def _slurm_job(environ: Mapping[str, str]) -> str:
+    return f"slurm-{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:

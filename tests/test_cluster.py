@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tfdist.cluster import ClusterSpec, from_environment
+from tfdist.cluster import ClusterSpec, from_environment, with_hosts
 from tfdist.errors import LauncherError
 
 # Captured from Open MPI 5.0.11, `mpirun -np 2 --oversubscribe`; of its 40 variables those that matter.
@@ -230,3 +230,12 @@ def test_host_number_when_ranks_are_dealt_in_turn(rank: int, local_rank: int, cr
     values = {"RANK": rank, "SIZE": 6, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2}
     environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in values.items()}
     assert from_environment(OPEN_MPI_5 | environ).cross_rank == cross_rank
+
+
+def test_hosts_that_ranks_tell_correct_the_estimate() -> None:
+    uneven = ClusterSpec(rank=2, size=3, local_size=1, cross_rank=2, cross_size=3, launcher="openmpi")
+    corrected = with_hosts(uneven, ["a", "a", "b"])
+    assert (corrected.cross_rank, corrected.cross_size) == (1, 2)
+    assert with_hosts(uneven, ["a", "a", "a"]) == uneven  # containers that share a name
+    told = ClusterSpec(rank=2, size=3, local_size=1, cross_rank=0, cross_size=2, launcher="slurm")
+    assert with_hosts(told, ["a", "a", "b"]) == told

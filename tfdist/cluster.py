@@ -26,7 +26,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.errors import LauncherError
@@ -347,12 +347,35 @@ def _placed(launcher: str, place: list[int], cross: list[int] | None, job: str, 
 def _cross_place(rank: int, size: int, local_rank: int, local_size: int) -> list[int]:
     """Number of this host and of hosts, for launchers that don't say.
 
-    Exact when all hosts run equally many ranks, placed host by host or in turn; otherwise an estimate that
-    nothing but the number itself depends on.
+    Exact when all hosts run equally many ranks, placed host by host; otherwise an estimate that `with_hosts`
+    corrects.
     """
     hosts = -(-size // local_size)
     in_turn = rank // hosts == local_rank and rank % local_size != local_rank
     return [rank % hosts if in_turn else min(rank // local_size, hosts - 1), hosts]
+
+
+def with_hosts(spec: ClusterSpec, hosts: Sequence[str]) -> ClusterSpec:
+    """Corrects the host's number once all ranks have told where they are.
+
+    Args:
+        spec: from a launcher that does not number hosts (Open MPI, MPICH); others come back unchanged.
+        hosts: name of each rank's host, in rank order.
+
+    Returns:
+        The spec with `cross_rank` in order of the hosts' lowest ranks; unchanged where the names contradict
+        the launcher's count of ranks on this host (containers may share a name).
+
+    Example:
+        >>> spec = ClusterSpec(rank=2, size=3, cross_rank=2, cross_size=3, launcher="openmpi")
+        >>> with_hosts(spec, ["a", "a", "b"]).cross_rank
+        1
+    """
+    here = hosts[spec.rank]
+    if spec.launcher not in ("openmpi", "mpich") or list(hosts).count(here) != spec.local_size:
+        return spec
+    names = list(dict.fromkeys(hosts))
+    return dataclasses.replace(spec, cross_rank=names.index(here), cross_size=len(names))
 
 
 def _with_meeting_point(spec: ClusterSpec, environ: Mapping[str, str]) -> ClusterSpec:

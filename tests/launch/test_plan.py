@@ -149,10 +149,12 @@ def test_handover_to_horovodrun_asks_for_gloo_and_tells_no_secret() -> None:
 
 def test_handover_to_mpirun_exports_variables_by_name() -> None:
     request = Request(PROGRAM, hosts=(("a", 2), ("b", 2)), backend="tf")
-    plan = plan_handover(request, {"PYTHONPATH": "/src"}, horovodrun=None, mpirun="/bin/mpirun")
+    environ = {"PYTHONPATH": "/src", "TFDIST_HOST": "10.0.0.1", "TFDIST_RANK": "0", "SHELL": "/bin/sh"}
+    plan = plan_handover(request, environ, horovodrun=None, mpirun="/bin/mpirun")
     assert plan.argv[:5] == ("/bin/mpirun", "-np", "4", "-H", "a:2,b:2")
     exported = {plan.argv[i + 1] for i, word in enumerate(plan.argv) if word == "-x"}
-    assert {"PYTHONPATH", "TFDIST_BACKEND", "PYTHONUNBUFFERED"} <= exported
+    assert {"PYTHONPATH", "TFDIST_HOST", "TFDIST_BACKEND", "PYTHONUNBUFFERED"} <= exported
+    assert not {"TFDIST_RANK", "SHELL"} & exported
     assert plan.argv[-len(PROGRAM) :] == PROGRAM
 
 

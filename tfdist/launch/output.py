@@ -142,24 +142,15 @@ class LiveLines:
         self._after_return = False
 
     def feed(self, data: bytes) -> None:
-        self._pending += data
-        while self._pending:
-            line, newline, rest = self._pending.partition(b"\n")
-            if not self._inside:
-                if not newline and self._must_wait(line):
-                    return
-                if self._quiet and newline and is_noise(line):
-                    self._pending = rest
-                    continue
-                self._inside = "bar" if line[:1] in (b"\r", b"\b") and line != b"\r" else "text"  # not `\r\n`
-                if self._inside == "text":
-                    self._screen.write_live(self._prefix)
-            self._screen.write_live(
-                self._redraw_prefixed(line + newline) if self._inside == "text" else line + newline
-            )
+        *lines, rest = (self._pending + data).split(b"\n")
+        shown = b"".join([self._piece(line, b"\n") for line in lines])
+        self._pending = b""
+        if rest and not self._inside and self._must_wait(rest):
             self._pending = rest
-            if newline:
-                self._inside, self._after_return = "", False
+        elif rest:
+            shown += self._piece(rest, b"")
+        if shown:
+            self._screen.write_live(shown)
 
     def close(self) -> None:
         if self._pending:
@@ -167,6 +158,21 @@ class LiveLines:
             self._pending = b""
         elif self._inside == "text" and self._hold_text:
             self._screen.write_live(b"\n")
+
+    def _piece(self, line: bytes, newline: bytes) -> bytes:
+        """What to show of a line, or of its next part when `newline` is empty."""
+        start = b""
+        if not self._inside:
+            if self._quiet and newline and is_noise(line):
+                return b""
+            is_bar = line[:1] in (b"\r", b"\b") and line != b"\r"  # not the first half of `\r\n`
+            self._inside = "bar" if is_bar else "text"
+            start = b"" if is_bar else self._prefix
+        text = line + newline
+        shown = start + (self._redraw_prefixed(text) if self._inside == "text" else text)
+        if newline:
+            self._inside, self._after_return = "", False
+        return shown
 
     def _must_wait(self, line: bytes) -> bool:
         if len(line) > _LIVE_LIMIT or line[:1] in (b"\r", b"\b"):

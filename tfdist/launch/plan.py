@@ -22,6 +22,8 @@ _FOREIGN = re.compile(
     r"OMPI_COMM_WORLD_\w+|PMIX_\w+|PMI_\w+|MPI_LOCAL\w+|TF_CONFIG|TFDIST_(CROSS|LOCAL)_\w+|TFDIST_(RANK|SIZE)|"
     r"HOROVOD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|GLOO_RENDEZVOUS_ADDR|GLOO_RENDEZVOUS_PORT)"
 )
+# What mpirun has to be told to send along; horovodrun sends the whole environment.
+_WORTH_SENDING = re.compile(r"PATH$|LD_LIBRARY_PATH$|(PYTHON|TFDIST_|TF_|KERAS_|OMP_|HOROVOD_|NCCL_|CUDA_)")
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -199,8 +201,8 @@ def plan_handover(
         # --gloo: without it a Horovod that has MPI too goes through mpirun, with options Open MPI 5 rejects.
         argv = [horovodrun, "--gloo", "-np", str(size), "-H", hosts, *request.program]
     elif mpirun:
-        passed = [*sorted(variables), *(n for n in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if n in environ)]
-        exports = [word for name in passed for word in ("-x", name)]
+        passed = sorted({*variables, *(name for name in environ if _WORTH_SENDING.match(name))})
+        exports = [word for name in passed if not _FOREIGN.fullmatch(name) for word in ("-x", name)]
         argv = [mpirun, "-np", str(size), "-H", hosts, "--bind-to", "none", *exports, *request.program]
     else:
         raise LauncherError(

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,11 +250,20 @@ def _hand_over(request: Request, *, dry_run: bool) -> int:
     """Becomes the other launcher, so that signals and exit code are its own; returns for a dry run only."""
     here = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     horovodrun, mpirun = (shutil.which(name, path=here) for name in ("horovodrun", "mpirun"))
+    if mpirun and not _is_open_mpi(mpirun):
+        mpirun = None  # another MPI's, whose options differ
     plan = plan_handover(request, os.environ, horovodrun=horovodrun, mpirun=mpirun)
     if not dry_run:
         _become(plan)
     print(*describe(plan), sep="\n")
     return 0
+
+
+def _is_open_mpi(mpirun: str) -> bool:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+        return "Open MPI" in version or "OpenRTE" in version
+    return False
 
 
 def _become(plan: HandoverPlan) -> NoReturn:

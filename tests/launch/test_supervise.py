@@ -357,6 +357,19 @@ def test_signal_to_the_launcher_ends_everything(launcher: Launcher, number: int,
         assert_nothing_left(launcher, pids)
 
 
+def test_ranks_end_even_when_the_guardian_is_killed_too(launcher: Launcher) -> None:
+    source = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(120)"
+    with launcher.started(source, "-np", "2") as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        guardians = set(map(int, children)) - set(pids)
+        assert len(guardians) == 1
+        os.kill(guardians.pop(), signal.SIGKILL)
+        process.kill()
+        assert wait_until(lambda: not any(map(is_running, pids)))
+
+
 def test_kill_9_of_the_launcher_frees_ports(launcher: Launcher) -> None:
     source = """
 import os, socket, time

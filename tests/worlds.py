@@ -1,0 +1,285 @@
+"""Worlds for tests: several real processes that run functions of the tests on every rank.
+
+Starting a world costs an import of TensorFlow in each of its processes, so tests share worlds. Ask for the
+fixture `world`, and the test runs once in each of the usual worlds (`tests/conftest.py`: single 1, tf 2 and 4,
+horovod 2 and 4); choose others with `on`:
+
+    from tests.worlds import World, on
+
+    def sum_of_ranks(start: float) -> float:          # module level: workers import it by name
+        return float(tfdist.allreduce(tf.constant(start + tfdist.rank()), op=tfdist.Sum))
+
+    def test_everywhere(world: World) -> None:
+        results = world.call(sum_of_ranks, 1.0)         # one result per rank, in rank order
+        assert results == [sum(1.0 + rank for rank in range(world.size))] * world.size
+
+    @on(("tf", 2), ("horovod", 2))
+    def test_on_two(world: World) -> None: ...
+
+Arguments and results are pickled (numpy arrays, not tensors). `world.call` raises `WorldError` with the
+tracebacks of the ranks that failed; `world.outcomes` returns errors instead, for tests that expect them, and
+`each=` gives every rank its own arguments. A call that hangs is killed, and says so. A test that leaves a world
+unusable (it kills a rank, or lets a collective time out) takes `fresh_world`:
+
+    def test_dead_rank(fresh_world: Callable[..., World]) -> None:
+        world = fresh_world("tf", 2, timeout=10.0)       # timeout: tfdist's own bound inside the world
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import secrets
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+USUAL = (("single", 1), ("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
+_START = 120.0  # seconds for importing TensorFlow on a busy machine
+_GRACE = 20.0  # how long the others may go on once a rank has failed
+_LENGTH = struct.Struct(">Q")
+
+
+class WorldError(AssertionError):
+    """A function failed on some ranks, or hung."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a function did on one rank: returned `value`, or raised an error.
+
+    Attributes:
+        value: the result.
+        error: the exception, or, if it can't be pickled, a RuntimeError with its text.
+        kind: name of the exception's class; empty if there was none.
+        traceback: its traceback.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    kind: str = ""
+    traceback: str = ""
+
+
+class World:
+    """Processes of one world; close it when done."""
+
+    def __init__(
+        self,
+        backend: str,
+        size: int,
+        *,
+        timeout: float = 60.0,
+        environment: dict[str, str] | None = None,
+        initialise: bool = True,
+    ) -> None:
+        """Starts the processes.
+
+        Args:
+            backend: `single`, `tf` or `horovod`.
+            size: number of ranks.
+            timeout: tfdist's own timeout inside the world, in seconds.
+            environment: further variables for the ranks.
+            initialise: whether the ranks call `tfdist.init()` before anything else.
+        """
+        self.backend = backend
+        self.size = size
+        self.broken = False
+        self._folder = Path(tempfile.mkdtemp(prefix="tfdist-world-"))
+        self._channels: list[socket.socket] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        job = secrets.token_hex(8)
+        try:
+            for rank in range(size):
+                self._spawn(rank, job, timeout, environment or {}, initialise)
+            for outcome in self._collect(_START):
+                if outcome.error is not None:
+                    raise WorldError(outcome.traceback)
+        except BaseException as error:
+            text = self._output()
+            self.close()
+            if isinstance(error, WorldError):
+                raise WorldError(f"{error}\n{text}") from None
+            raise
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        each: Sequence[Sequence[Any]] | None = None,
+        timeout: float = 120.0,
+    ) -> list[Any]:
+        """Runs a module-level function on every rank; returns its results in rank order.
+
+        Args:
+            function: importable by name.
+            *arguments: the same for all ranks.
+            each: instead, one sequence of arguments per rank.
+            timeout: bound in seconds, after which the world is killed.
+
+        Raises:
+            WorldError: with the tracebacks of the ranks that failed.
+        """
+        outcomes = self.outcomes(function, *arguments, each=each, timeout=timeout)
+        failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+        if failed:
+            reports = "\n".join(f"--- rank {rank} ---\n{outcomes[rank].traceback}" for rank in failed)
+            raise WorldError(f"{function.__name__} failed on ranks {failed} of {self}:\n{reports}")
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        each: Sequence[Sequence[Any]] | None = None,
+        timeout: float = 120.0,
+    ) -> list[Outcome]:
+        """As `call`, but errors are returned; only a hang raises."""
+        if self.broken:
+            raise WorldError(f"{self} was killed by an earlier call")
+        name = f"{function.__module__}:{function.__qualname__}"
+        for rank, channel in enumerate(self._channels):
+            send(channel, (name, tuple(each[rank]) if each is not None else arguments))
+        return self._collect(timeout, what=name)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one rank's process."""
+        os.kill(self.processes[rank].pid, number)
+
+    def close(self) -> None:
+        """Ends all processes, orderly if they still answer."""
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_WR)
+        deadline = time.monotonic() + (0.0 if self.broken else 15.0)
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for channel in self._channels:
+            channel.close()
+        self.broken = True
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        return f"World({self.backend!r}, {self.size})"
+
+    def _spawn(
+        self, rank: int, job: str, timeout: float, environment: dict[str, str], initialise: bool
+    ) -> None:
+        own, theirs = socket.socketpair()
+        self._channels.append(own)
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TFDIST_", "HOROVOD_", "OMPI_", "PMI", "SLURM_"))
+        }
+        place = {
+            "TFDIST_RANK": rank,
+            "TFDIST_SIZE": self.size,
+            "TFDIST_LOCAL_RANK": rank,
+            "TFDIST_LOCAL_SIZE": self.size,
+            "TFDIST_CROSS_RANK": 0,
+            "TFDIST_CROSS_SIZE": 1,
+            "TFDIST_JOB": job,
+            "TFDIST_RENDEZVOUS": f"file://{self._folder}/rendezvous",
+            "TFDIST_BACKEND": self.backend,
+            "TFDIST_TIMEOUT": timeout,
+        }
+        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONFAULTHANDLER": "1"}
+        with (self._folder / f"output.{rank}").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.world_worker", str(theirs.fileno()), str(int(initialise))],
+                cwd=ROOT,
+                env={**inherited, **quiet, **{k: str(v) for k, v in place.items()}, **environment},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.processes.append(process)
+        theirs.close()
+
+    def _collect(self, timeout: float, what: str = "the start") -> list[Outcome]:
+        """One outcome per rank; a rank that died counts as failed."""
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < self.size:
+            waiting = {
+                channel: rank for rank, channel in enumerate(self._channels) if rank not in outcomes
+            }
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.broken = True
+                done = "\n".join(outcome.traceback for outcome in outcomes.values() if outcome.traceback)
+                text = self._output()
+                for process in self.processes:
+                    process.kill()
+                raise WorldError(
+                    f"{what} hung on ranks {sorted(waiting.values())} of {self}, which was killed.\n{done}\n{text}"
+                )
+            for channel in ready:
+                rank = waiting[channel]
+                try:
+                    outcomes[rank] = receive(channel)
+                except (EOFError, OSError):
+                    self.broken = True
+                    code = self.processes[rank].wait(10)
+                    text = f"rank {rank} ended with code {code} during {what}\n{self._output(rank)}"
+                    outcomes[rank] = Outcome(error=RuntimeError(text), kind="Died", traceback=text)
+                if outcomes[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        return [outcomes[rank] for rank in range(self.size)]
+
+    def _output(self, rank: int | None = None) -> str:
+        """The last lines that ranks printed."""
+        ranks = range(self.size) if rank is None else [rank]
+        texts = []
+        for number in ranks:
+            with contextlib.suppress(OSError):
+                lines = (self._folder / f"output.{number}").read_text(errors="replace").splitlines()[-40:]
+                texts.append("\n".join([f"--- output of rank {number} ---", *lines]))
+        return "\n".join(texts)
+
+
+def on(*worlds: tuple[str, int]) -> pytest.MarkDecorator:
+    """Runs a test in these (backend, size) instead of the usual worlds."""
+    return pytest.mark.parametrize("world", worlds, indirect=True, ids=[f"{b}{s}" for b, s in worlds])
+
+
+def send(channel: socket.socket, message: Any) -> None:
+    """Writes one pickled message."""
+    data = pickle.dumps(message)
+    channel.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive(channel: socket.socket) -> Any:
+    """Reads one message; EOFError at the end."""
+    (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size))
+    return pickle.loads(_read(channel, length))
+
+
+def _read(channel: socket.socket, length: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < length:
+        part = channel.recv(min(1 << 20, length - len(parts)))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)

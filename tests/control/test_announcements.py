@@ -51,7 +51,9 @@ def test_keys_are_apart() -> None:
 
 
 @given(st.lists(st.sampled_from("abcdef"), unique=True), st.integers(2, 5), st.randoms())
-def test_same_set_never_conflicts_in_the_end(letters: list[str], size: int, randomness: random.Random) -> None:
+def test_same_set_never_conflicts_in_the_end(
+    letters: list[str], size: int, randomness: random.Random
+) -> None:
     lists = ["".join(randomness.sample(letters, len(letters))) for _ in range(size)]
     assert ledger_of(*lists).conflicts("key") == []
 

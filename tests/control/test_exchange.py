@@ -20,10 +20,12 @@ from tfdist.errors import (
 @pytest.mark.parametrize("size", [1, 2, 4, 16])
 def test_payloads_in_rank_order(size: int, rendezvous: str) -> None:
     def body(plane: ControlPlane) -> list[Any]:
-        rank = plane.spec.rank
-        return [plane.exchange("key", {"rank": rank, "turn": turn, "raw": bytes([rank])}) for turn in range(3)]
+        return [plane.exchange("key", said(plane.spec.rank, turn)) for turn in range(3)]
 
-    expected = [[{"rank": rank, "turn": turn, "raw": bytes([rank])} for rank in range(size)] for turn in range(3)]
+    def said(rank: int, turn: int) -> dict[str, Any]:
+        return {"rank": rank, "turn": turn, "raw": bytes([rank])}
+
+    expected = [[said(rank, turn) for rank in range(size)] for turn in range(3)]
     assert play(size, rendezvous, body) == [expected] * size
 
 
@@ -70,7 +72,7 @@ def test_stress_many_threads_and_keys(rendezvous: str) -> None:
 
     def body(plane: ControlPlane) -> list[Any]:
         def walk(thread: int) -> list[str]:
-            schedule = random.Random(thread)  # same on all ranks: the order within a thread must agree
+            schedule = random.Random(thread)  # same on all ranks
             pauses = random.Random(plane.spec.rank * 100 + thread)
             wrong = []
             calls: dict[str, int] = {}
@@ -81,15 +83,14 @@ def test_stress_many_threads_and_keys(rendezvous: str) -> None:
                     continue
                 if pauses.random() < 0.1:
                     time.sleep(pauses.random() / 50)
-                place = f"{key}{group}"
+                place = f"{key} {group}"
                 calls[place] = calls.get(place, 0) + 1
-                said = [calls[place], key, schedule.random() if group == list(range(size)) else 0]
+                said = [calls[place], place]
                 met = plane.exchange(key, [plane.spec.rank, *said], ranks=group, check=key)
                 if met != [[rank, *said] for rank in group]:
                     wrong.append(f"{key} {group}: {met}")
             return wrong
 
-        # All ranks must draw alike, also those that stay out of a group: only draws that all make count.
         return in_threads([lambda thread=thread: walk(thread) for thread in range(threads)])
 
     assert play(size, rendezvous, body, timeout=20) == [[[]] * threads] * size
@@ -107,7 +108,7 @@ def test_mismatch_is_told_to_every_rank_and_is_not_fatal(rendezvous: str) -> Non
 
         for outcome in in_threads([lambda plane=plane: call(plane) for plane in planes]):
             assert isinstance(outcome, CollectiveMismatchError)
-            assert "'allreduce 'grads''" in str(outcome) or "allreduce 'grads'" in str(outcome)
+            assert "allreduce 'grads'" in str(outcome)
             assert "ranks 0, 2 sent float32 [2]; rank 1 sent float32 [3]" in str(outcome)
         assert all(plane.failure is None for plane in planes)
         again = [lambda plane=plane: plane.exchange("key", plane.spec.rank, check="x") for plane in planes]
@@ -128,7 +129,7 @@ def test_mismatch_does_not_wait_long_for_the_rest(rendezvous: str) -> None:
 def test_check_may_be_any_json_value(rendezvous: str) -> None:
     with open_world(2, rendezvous) as planes:
         same = [{"a": 1, "b": [2]}, {"b": [2], "a": 1}]
-        calls = [lambda plane=plane: plane.exchange("key", 0, check=same[plane.spec.rank]) for plane in planes]
+        calls = [lambda rank=rank: planes[rank].exchange("key", 0, check=same[rank]) for rank in (0, 1)]
         assert in_threads(calls) == [[0, 0]] * 2
 
 

@@ -62,7 +62,8 @@ def test_rank_0_may_come_last(rendezvous: str) -> None:
         plane.close()
         return plane.roster
 
-    assert in_threads([lambda: body(0), lambda: body(1), lambda: body(2)])[2] == [{"rank": r} for r in range(3)]
+    rosters = in_threads([lambda: body(0), lambda: body(1), lambda: body(2)])
+    assert rosters == [[{"rank": rank} for rank in range(3)]] * 3
 
 
 @pytest.mark.parametrize("secret", [None, b"shared"])
@@ -112,7 +113,7 @@ def test_missing_rank_is_named_on_all(rendezvous: str) -> None:
 def test_bound_holds_when_rank_0_never_shows_up(kind: str, rendezvous: str) -> None:
     url = rendezvous if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
     begin = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 could not be reached within 1 s by rank 1") as caught:
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 could not be reached within 1 s") as caught:
         connect(1, 2, url, timeout=1)
     assert time.monotonic() - begin < 4
     assert url in str(caught.value)
@@ -256,7 +257,8 @@ def test_stale_file_that_leads_to_a_stranger(greeting: bytes, rendezvous: str) -
 
 
 def test_stale_file_that_leads_nowhere(rendezvous: str) -> None:
-    meeting.publish(path_of(rendezvous), Address("127.0.0.1", free_port(), b"old", "job", "old"), replace=False)
+    stale = Address("127.0.0.1", free_port(), b"old", "job", "old")
+    meeting.publish(path_of(rendezvous), stale, replace=False)
     assert len(play(2, rendezvous, lambda plane: plane.roster)[1]) == 2
 
 

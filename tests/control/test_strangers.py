@@ -25,6 +25,10 @@ def world(rendezvous: str, size: int = 2) -> Iterator[tuple[list[ControlPlane], 
         yield planes, meeting.read(Path(rendezvous.removeprefix("file://")))
 
 
+def dial(address: Address) -> socket.socket:
+    return socket.create_connection((address.host, address.port))
+
+
 def works(planes: list[ControlPlane]) -> bool:
     size = len(planes)
     expected = [list(range(size))] * size
@@ -50,7 +54,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_garbage_is_dropped(kind: str, rendezvous: str) -> None:
-    with world(rendezvous) as (planes, address), socket.create_connection((address.host, address.port)) as sock:
+    with world(rendezvous) as (planes, address), dial(address) as sock:
         sock.sendall(GARBAGE[kind])
         assert is_dropped(sock)
         assert works(planes)
@@ -58,7 +62,7 @@ def test_garbage_is_dropped(kind: str, rendezvous: str) -> None:
 
 @pytest.mark.parametrize("message", ["unsealed", "before hello", "unknown", "not a dict", "broken hello"])
 def test_key_holder_that_talks_nonsense_is_dropped(message: str, rendezvous: str) -> None:
-    with world(rendezvous) as (planes, address), socket.create_connection((address.host, address.port)) as sock:
+    with world(rendezvous) as (planes, address), dial(address) as sock:
         greeting = sock.recv(GREETING_SIZE, socket.MSG_WAITALL)
         answer = make_answer(address.key, greeting)
         sock.sendall(answer)
@@ -79,7 +83,7 @@ def test_key_holder_that_talks_nonsense_is_dropped(message: str, rendezvous: str
 
 def test_silent_strangers_are_dropped_in_time(rendezvous: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_STRANGER_PATIENCE", 0.5)
-    with world(rendezvous) as (planes, address), socket.create_connection((address.host, address.port)) as sock:
+    with world(rendezvous) as (planes, address), dial(address) as sock:
         sock.sendall(MAGIC)
         begin = time.monotonic()
         assert is_dropped(sock)
@@ -90,5 +94,5 @@ def test_silent_strangers_are_dropped_in_time(rendezvous: str, monkeypatch: pyte
 def test_crowd_of_strangers(rendezvous: str) -> None:
     with world(rendezvous) as (planes, address), contextlib.ExitStack() as crowd:
         for _ in range(300):
-            crowd.enter_context(socket.create_connection((address.host, address.port)))
+            crowd.enter_context(dial(address))
         assert works(planes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import subprocess
@@ -21,8 +22,10 @@ BOUND = 30.0
 
 
 def make_spec(rank: int, size: int, rendezvous: str, /, **changes: Any) -> ClusterSpec:
-    fields = dict(rank=rank, size=size, local_rank=rank, local_size=size, job="job", rendezvous=rendezvous)
-    return ClusterSpec(**{**fields, **changes})
+    spec = ClusterSpec(
+        rank=rank, size=size, local_rank=rank, local_size=size, job="job", rendezvous=rendezvous
+    )
+    return dataclasses.replace(spec, **changes)
 
 
 def in_threads(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -66,7 +69,9 @@ def connect(rank: int, size: int, rendezvous: str, *, timeout: float = 10, **opt
 @contextlib.contextmanager
 def open_world(size: int, rendezvous: str, **options: Any) -> Iterator[list[ControlPlane]]:
     """All ranks' planes, for tests that interleave their calls."""
-    planes = in_threads([lambda rank=rank: connect(rank, size, rendezvous, **options) for rank in range(size)])
+    planes = in_threads(
+        [lambda rank=rank: connect(rank, size, rendezvous, **options) for rank in range(size)]
+    )
     for plane in planes:
         if isinstance(plane, BaseException):
             raise plane

@@ -80,19 +80,29 @@ def explain_missing(
     waited: float | None = None,
     extra: str = "",
 ) -> str:
-    """Names the missing ranks, what each does, the usual causes, and the fixes."""
+    """Names the missing ranks (of `ranks`), what each does, the usual causes, and the fixes."""
     bound = "" if waited is None else f" within {waited:g} s"
     here = [rank for rank in ranks if rank not in missing]
-    lines = [
-        f"{name_ranks(missing)} did not arrive at {waiting_for!r}{bound}; "
-        f"{len(here)} of {len(ranks)} ranks are there ({name_ranks(here)})."
-    ]
-    for rank in list(missing)[:16]:
+    if not missing:
+        first = (
+            f"every rank has arrived at {waiting_for!r}, so no rank is missing: it is slow or stuck itself."
+        )
+    elif not here:
+        first = f"no rank is known to be in {waiting_for!r}."
+    else:
+        first = (
+            f"{name_ranks(missing)} did not arrive at {waiting_for!r}{bound}; "
+            f"{len(here)} of {len(ranks)} ranks are there ({name_ranks(here)})."
+        )
+    lines = [first]
+    for rank in list(missing or ranks)[:16]:
         status = statuses[rank]
         life = f"last heard {status.heartbeat:.1f} s ago" if status.alive else "it has left"
         lines.append(f"  {status.who}: {status.activity}; {life}.")
     if extra:
         lines.append(extra)
+    if not missing:
+        return "\n".join(lines)
     lines.append(
         "Usual causes: a rank took another branch (`if rank() == 0:` around a collective), ended its data "
         "early, died, or is only slow."

@@ -111,8 +111,8 @@ class Sealer:
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > MAX_HEADER:
             raise ValueError(
-                f"keys, checks and announcements may have {MAX_HEADER} bytes together, got {len(text)}. Send a "
-                "digest of long values."
+                f"keys, checks and announcements may have {MAX_HEADER} bytes together, got {len(text)}. Send "
+                "a digest of long values."
             )
         self._sequence += 1
         number = self._sequence.to_bytes(8, "big")

@@ -70,7 +70,7 @@ class Host:
         bind_host = choose_bind_host(spec, rendezvous, host)
         shared_key = secret is not None or self._file is None
         key = derive_key(spec, secret) if shared_key else secrets.token_bytes(32)
-        backlog = spec.size + 64
+        backlog = spec.size + 1024  # strangers must not fill it up: a rank's connection would wait a second
         listeners: list[socket.socket] = []
         try:
             listeners.append(listen(bind_host, 0, backlog=backlog))

@@ -95,9 +95,7 @@ class Membership:
                 "counterpart)."
             )
         if not 0 <= rank < self.size:
-            return (
-                f"Ranks must be in 0..{self.size - 1}: {who} is not. Check TFDIST_RANK or its counterpart."
-            )
+            return f"Ranks must be in 0..{self.size - 1}: {who} is not. Check TFDIST_RANK or its counterpart."
         claimant = self._latest.get(rank)
         if rank == 0 and header["instance"] != self._owner:
             other = f"pid {os.getpid()} on host {socket.gethostname()}"

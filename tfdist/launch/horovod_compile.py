@@ -3,8 +3,11 @@
 Problem: Horovod 0.28.1 is the last release, and of its sources one file, `horovod/tensorflow/xla_mpi_ops.cc`,
 doesn't compile with TensorFlow 2.14 and later: it includes XLA headers that moved or are no longer shipped.
 
-Solution: leave that one translation unit empty. It only adds XLA custom calls, which tfdist keeps out of
-compiled functions anyway; everything else compiles unchanged. setuptools, wheel, packaging and, where
+Solution: replace that one translation unit. It only adds XLA custom calls, which tfdist keeps out of
+compiled functions anyway; everything else compiles unchanged. In a CPU build it stays empty. In a GPU build
+it defines the one function that Horovod's other sources declare and expect TensorFlow to export, which
+current versions no longer do: the CUDA stream behind a TensorFlow stream, from TensorFlow's public accessor.
+Without it the library links, but doesn't load. setuptools, wheel, packaging and, where
 missing, cmake and ninja come from PyPI into the cache, never into the user's environment. Compiler output
 goes to a log; the terminal sees progress, and on failure the first real error.
 """
@@ -31,7 +34,26 @@ from tfdist.launch.horovod_wheels import WheelCache, sha256_of
 
 HOROVOD_VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-EMPTIED_SOURCE = "horovod/tensorflow/xla_mpi_ops.cc"
+REPLACED_SOURCE = "horovod/tensorflow/xla_mpi_ops.cc"
+
+_REPLACEMENT = """\
+// Replaced by tfdist: the original needs XLA headers that TensorFlow no longer ships.
+#if HAVE_CUDA
+#include <cuda_runtime.h>
+
+#include "tensorflow/compiler/xla/stream_executor/stream.h"
+
+namespace stream_executor {
+namespace gpu {
+
+cudaStream_t AsGpuStreamValue(Stream* stream) {
+  return static_cast<cudaStream_t>(stream->platform_specific_handle().stream);
+}
+
+}  // namespace gpu
+}  // namespace stream_executor
+#endif  // HAVE_CUDA
+"""
 
 _BUILD_REQUIREMENTS = ("setuptools>=70.1,<86", "wheel>=0.43,<1", "packaging>=23")
 _CMAKE_REQUIREMENT = "cmake>=3.26,<4"
@@ -206,16 +228,14 @@ def fetch_source(cache: WheelCache, tools: BuildTools, *, tell: Callable[[str], 
 
 
 def unpack_source(archive: Path, folder: Path) -> Path:
-    """Unpacks the source into `folder` and empties the one file that can't compile; returns its root."""
+    """Unpacks the source into `folder` and replaces the one file that can't compile; returns its root."""
     with tarfile.open(archive) as tar:
         if hasattr(tarfile, "data_filter"):
             tar.extractall(folder, filter="data")
         else:  # Python 3.10 before 3.10.12; the archive's hash is known
             tar.extractall(folder)
     root = folder / f"horovod-{HOROVOD_VERSION}"
-    (root / EMPTIED_SOURCE).write_text(
-        "// Left out by tfdist: needs XLA headers that TensorFlow no longer ships.\n"
-    )
+    (root / REPLACED_SOURCE).write_text(_REPLACEMENT)
     return root
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.control.worlds import connect, free_port, in_threads, make_spec, open_world, play
+from tests.control.worlds import connect, free_port, in_threads, make_spec, open_world, play, wait_for
 from tfdist.cluster import ClusterSpec
 from tfdist.control import ControlPlane
 from tfdist.control import rendezvous as meeting
@@ -144,6 +144,17 @@ def test_two_processes_claim_rank_0(rendezvous: str) -> None:
     for outcome in outcomes:
         assert isinstance(outcome, LauncherError)
         assert "both claim rank 0" in str(outcome)
+
+
+def test_rank_0_notices_that_another_replaced_its_entry(rendezvous: str) -> None:
+    def intrude() -> None:
+        wait_for(path_of(rendezvous).exists)
+        meeting.publish(path_of(rendezvous), Address("127.0.0.1", 9, b"k", "job", "other"), replace=True)
+
+    outcome, _ = in_threads([lambda: connect(0, 2, rendezvous), intrude])
+    assert isinstance(outcome, LauncherError)
+    assert "both claim rank 0" in str(outcome)
+    assert meeting.read(path_of(rendezvous)).instance == "other"
 
 
 def test_second_rank_0_at_a_tcp_rendezvous() -> None:

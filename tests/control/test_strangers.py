@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.control.worlds import in_threads, open_world
-from tfdist.control import ControlPlane, server
+from tfdist.control import ControlPlane, loop, server
 from tfdist.control import rendezvous as meeting
 from tfdist.control.frames import ANSWER_SIZE, GREETING_SIZE, MAGIC, Sealer, make_answer, session_keys
 from tfdist.control.rendezvous import Address
@@ -37,9 +37,13 @@ def works(planes: list[ControlPlane]) -> bool:
 
 def is_dropped(sock: socket.socket) -> bool:
     sock.settimeout(5)
-    with contextlib.suppress(ConnectionError):
+    try:
         while sock.recv(4096):
             pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
     return True
 
 
@@ -91,8 +95,13 @@ def test_silent_strangers_are_dropped_in_time(rendezvous: str, monkeypatch: pyte
         assert works(planes)
 
 
-def test_crowd_of_strangers(rendezvous: str) -> None:
+def test_crowd_of_strangers(rendezvous: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_MAX_STRANGERS", 20)
     with world(rendezvous) as (planes, address), contextlib.ExitStack() as crowd:
-        for _ in range(300):
-            crowd.enter_context(dial(address))
+        strangers = [crowd.enter_context(dial(address)) for _ in range(300)]
         assert works(planes)
+        assert is_dropped(strangers[0])
+        strangers[-1].settimeout(0.2)
+        assert strangers[-1].recv(4096)  # the greeting: the newest may still turn out to be a rank
+        with pytest.raises(TimeoutError):
+            strangers[-1].recv(4096)

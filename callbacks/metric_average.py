@@ -74,7 +74,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
             "validation": self._validation_samples or 0.0,
             "values": values,
         }
-        ranks = None if self.process_set is None else self.process_set.group.ranks
+        ranks = None if self.process_set is None else self.process_set.ranks
         everyones = control.exchange(f"MetricAverageCallback/{next(_calls)}", mine, ranks=ranks)
         for name in values:
             if all(name in rank["values"] for rank in everyones):

@@ -37,7 +37,8 @@ def network() -> keras.Model:
             keras.layers.Conv2D(32, 3, activation="relu"),
             keras.layers.MaxPooling2D(),
             keras.layers.Flatten(),
-            keras.layers.Dropout(0.25),
+            keras.layers.Dense(128, activation="relu"),
+            keras.layers.Dropout(0.5),
             keras.layers.Dense(10),
         ]
     )
@@ -45,7 +46,7 @@ def network() -> keras.Model:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="per process")
     arguments = parser.parse_args()
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.played_ranks import as_rank
+from tests.worlds import World, on
 from tfdist.data import shard
 from tfdist.data.plan import RowPlan, pass_order
 from tfdist.errors import NotInitializedError, OutOfSyncError
@@ -440,3 +441,32 @@ def test_endless_py_dataset() -> None:
     _, second = shards(Endless, 2)
     assert second.num_batches is None
     assert [int(second[index][0]) for index in range(3)] == [1, 3, 5]
+
+
+# --- a real world ---------------------------------------------------------------------------------------
+
+
+def rows_seen(length: int) -> Any:
+    """Rows that this rank reads in two passes; another length on rank 1 if `length` is negative."""
+    import tfdist
+
+    data = np.arange(abs(length) + (tfdist.rank() if length < 0 else 0))
+    shuffled = tfdist.shard(data, batch_size=4)  # no seed: rank 0's draw counts
+    return [[batch.numpy().tolist() for batch in shuffled] for _ in range(2)]
+
+
+@on(("tf", 2))
+def test_ranks_of_a_world_agree_on_the_order(world: World) -> None:
+    passes = list(zip(*world.call(rows_seen, 21), strict=True))
+    for mine, theirs in passes:
+        together = [row for batch in [*mine, *theirs] for row in batch]
+        assert len(set(together)) == len(together) == 20
+        assert [len(batch) for batch in mine] == [len(batch) for batch in theirs] == [4, 4, 2]
+    assert passes[0] != passes[1]
+
+
+@on(("tf", 2))
+def test_ranks_of_a_world_with_other_data_all_raise(world: World) -> None:
+    for outcome in world.outcomes(rows_seen, -21):
+        assert outcome.kind == "OutOfSyncError"
+        assert "rank 1 has 'int64[22]'" in str(outcome.error)

@@ -10,23 +10,36 @@ mask for its part of the batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist import world
-from tfdist.variables.bits import array_of, broadcast_bits, packs, tensor_of
-from tfdist.variables.listing import agree_on_list, describe, require_built, seed_states
+from tfdist.operations import grouped_broadcast
+from tfdist.process_sets import ProcessSet, global_process_set
+from tfdist.variables.listing import (
+    agree_on_list,
+    array_of,
+    describe,
+    require_built,
+    seed_states,
+    tensor_of,
+)
 
 _SEED_STRIDE = 0x9E3779B9  # odd, so that multiples stay distinct modulo 2**32
+
+_PACK_BYTES = 32 << 20
 
 _calls = itertools.count()
 
 
 def broadcast_variables(
-    variables: Sequence[Any], root_rank: int = 0, process_set: Any = None, inplace: bool = False
+    variables: Sequence[Any],
+    root_rank: int = 0,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
 ) -> None:
     """Gives every rank the root's values; every rank calls it with the same list of variables.
 
@@ -35,7 +48,7 @@ def broadcast_variables(
     Args:
         variables: `keras.Variable` or `tf.Variable` objects of any numeric dtype.
         root_rank: the rank whose values all get.
-        process_set: `tfdist.ProcessSet` of ranks that take part; None for the whole world.
+        process_set: the ranks that take part; all by default.
         inplace: Horovod's hint; it changes nothing here.
 
     Raises:
@@ -51,21 +64,18 @@ def broadcast_variables(
         >>> tfdist.broadcast_variables(model.variables, root_rank=0)
     """
     del inplace
-    group = world.current().everyone if process_set is None else process_set.group
-    if root_rank not in group.ranks:
-        raise ValueError(f"`root_rank` must be one of the ranks {list(group.ranks)}. Received: {root_rank}.")
+    if root_rank not in process_set.ranks:
+        raise ValueError(f"`root_rank` must be one of the ranks {process_set.ranks}. Received: {root_rank}.")
     variables = list(variables)
     described = [describe(variable) for variable in variables]
-    if group.size == 1 or not variables:
+    if len(process_set.ranks) == 1:
         return
-    number = next(_calls)
-    agree_on_list(described, key=f"broadcast_variables/{number}", group=group)
-    for part, chosen in enumerate(packs(variables)):
-        values = [tf.convert_to_tensor(tensor_of(variable)) for variable in chosen]
-        name = f"broadcast_variables.{number}.{part}"
-        for variable, value in zip(
-            chosen, broadcast_bits(values, root_rank, name=name, group=group), strict=True
-        ):
+    agree_on_list(described, key=f"broadcast_variables/{next(_calls)}", process_set=process_set)
+    for chosen in _packs(variables):
+        values = grouped_broadcast(
+            [tensor_of(variable) for variable in chosen], root_rank, process_set=process_set
+        )
+        for variable, value in zip(chosen, values, strict=True):
             variable.assign(value)
 
 
@@ -120,3 +130,17 @@ def offset_seeds(model: Any, root_rank: int = 0) -> None:
         value = array_of(state)
         seed = (int(value[0]) + shift) % 2**32 if value.dtype.itemsize == 4 else int(value[0]) + shift
         state.assign(np.array([seed, int(value[1])], dtype=np.int64).astype(value.dtype))
+
+
+def _packs(variables: Sequence[Any]) -> Iterator[list[Any]]:
+    """Runs of variables that are copied at once, so that copies take little memory beside the variables."""
+    pack: list[Any] = []
+    used = 0
+    for variable in variables:
+        pack.append(variable)
+        used += int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+        if used >= _PACK_BYTES:
+            yield pack
+            pack, used = [], 0
+    if pack:
+        yield pack

@@ -7,11 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from tfdist import world
-from tfdist.collectives.base import Group
 from tfdist.errors import CollectiveMismatchError
+from tfdist.process_sets import ProcessSet, global_process_set
 
 
 def require_built(model: Any) -> None:
@@ -53,7 +55,9 @@ def model_state(model: Any, *, ignore: Sequence[str] = ()) -> list[Any]:
 
 def seed_states(model: Any) -> list[Any]:
     """States of the seed generators: those of the model's layers, and Keras's global one."""
-    from keras.src.backend.common import global_state
+    # The global generator comes into being when it is first drawn from: after the offset, and with an equal
+    # state on every rank. This brings it about now. Keras has no public way to it.
+    from keras.src.random.seed_generator import global_seed_generator
 
     # `model.variables` is `model.weights` and the layers' seed generators.
     weights = {id(weight) for weight in model.weights}
@@ -62,12 +66,24 @@ def seed_states(model: Any) -> list[Any]:
         for variable in model.variables
         if id(variable) not in weights and path_of(variable).endswith("seed_generator_state")
     ]
-    everywhere = global_state.get_global_attribute("global_seed_generator")
-    return states if everywhere is None else [*states, everywhere.state]
+    return [*states, global_seed_generator().state]
 
 
-def agree_on_list(described: Sequence[str], *, key: str, group: Group) -> None:
-    """Raises on every rank of the group unless all describe the same variables in the same order.
+def tensor_of(variable: Any) -> Any:
+    """Current value of a `keras.Variable` or a `tf.Variable`."""
+    value = getattr(variable, "value", variable)
+    return variable.read_value() if callable(value) else tf.convert_to_tensor(value)
+
+
+def array_of(variable: Any) -> npt.NDArray[Any]:
+    """Current value as a numpy array."""
+    return np.asarray(tensor_of(variable))
+
+
+def agree_on_list(
+    described: Sequence[str], *, key: str, process_set: ProcessSet = global_process_set
+) -> None:
+    """Raises on every rank unless all describe the same variables in the same order.
 
     Raises:
         CollectiveMismatchError: names the first difference and the rank.
@@ -76,12 +92,13 @@ def agree_on_list(described: Sequence[str], *, key: str, group: Group) -> None:
     control = world.current().control
     if control is None:
         return
-    lists = control.exchange(key, list(described), ranks=group.ranks)
-    for rank, other in zip(group.ranks, lists, strict=True):
+    ranks = process_set.ranks
+    lists = control.exchange(key, list(described), ranks=ranks)
+    for rank, other in zip(ranks, lists, strict=True):
         for place, (first, there) in enumerate(itertools.zip_longest(lists[0], other)):
             if first != there:
                 raise CollectiveMismatchError(
                     "All ranks must hold the same variables in the same order. First difference, at position "
-                    f"{place}: rank {group.ranks[0]} has {first or 'nothing'}, rank {rank} has "
+                    f"{place}: rank {ranks[0]} has {first or 'nothing'}, rank {rank} has "
                     f"{there or 'nothing'}. Build the same model and optimizer on every rank."
                 )

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdist import world
 from tfdist.errors import OutOfSyncError
-from tfdist.variables.bits import array_of, broadcast_bits
-from tfdist.variables.listing import agree_on_list, describe, model_state
+from tfdist.operations import broadcast
+from tfdist.variables.listing import agree_on_list, array_of, describe, model_state, tensor_of
 
 MOVING_STATISTICS = ("moving_mean", "moving_variance")
 _DIGEST_BYTES = 16
@@ -68,7 +67,7 @@ def check_in_sync(model: Any, *, ignore: Sequence[str] = MOVING_STATISTICS) -> s
     if here.control is None:
         return _combine(mine)
     key = f"check_in_sync/{next(_calls)}"
-    agree_on_list([describe(variable) for variable in variables], key=key, group=here.everyone)
+    agree_on_list([describe(variable) for variable in variables], key=key)
     everyones = here.control.exchange(f"{key}/digests", b"".join(mine))
     size = _DIGEST_BYTES
     differing = [
@@ -88,8 +87,8 @@ def check_in_sync(model: Any, *, ignore: Sequence[str] = MOVING_STATISTICS) -> s
 def _difference(variable: Any, digests: Sequence[bytes], *, key: str, count: tuple[int, int]) -> str:
     here = world.current()
     mine = array_of(variable)
-    (theirs,) = broadcast_bits([tf.convert_to_tensor(mine)], 0, name=f"{key}.difference", group=here.everyone)
-    gap = np.abs(mine.astype(np.float64) - theirs.numpy().astype(np.float64))
+    rank_0s = broadcast(tensor_of(variable), root_rank=0).numpy()
+    gap = np.abs(mine.astype(np.float64) - rank_0s.astype(np.float64))
     largest = float(np.max(gap, initial=0.0))
     assert here.control is not None
     gaps = here.control.exchange(f"{key}/gap", largest)

@@ -46,6 +46,9 @@ class FakeMachine(Machine):
     def which(self, name: str) -> str | None:
         return f"/usr/bin/{name}" if name in self.programs else None
 
+    def beside_python(self, name: str) -> str | None:
+        return f"/venv/bin/{name}" if f"venv/{name}" in self.programs else None
+
     def run(self, command: Sequence[str], *, timeout: float = 60.0) -> tuple[int, str]:
         line = " ".join(command)
         for start, answer in self.answers.items():
@@ -115,6 +118,16 @@ def test_mpi_whose_wrapper_fails_is_missing() -> None:
     found = horovod_toolchain.find_mpi(machine)
     assert isinstance(found, Missing)
     assert "mpi.h" in found.why
+
+
+def test_mpi_on_path_comes_first_unless_it_does_not_work() -> None:
+    both = ["mpicxx", "venv/mpicxx"]
+    works = horovod_toolchain.find_mpi(FakeMachine(both))
+    assert isinstance(works, Mpi)
+    assert works.mpicxx == "/usr/bin/mpicxx"
+    fails = horovod_toolchain.find_mpi(FakeMachine(both, complaints={"/usr/bin/mpicxx": "no mpi.h"}))
+    assert isinstance(fails, Mpi)
+    assert fails.mpicxx == "/venv/bin/mpicxx"
 
 
 def test_mpi_identity_is_the_installation_the_wrapper_links() -> None:
@@ -762,10 +775,8 @@ def test_installed_horovod_is_proved_and_kept(tmp_path: Path, capfd: pytest.Capt
     if installed is None or not installed.usable:
         pytest.skip("no usable Horovod here; `tfdist build-horovod` brings it")
     handler = signal.getsignal(signal.SIGTERM)
-    try:
-        assert build_horovod.main(["--with", "gloo", "--cache", str(tmp_path / "cache")]) == 0
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    assert build_horovod.main(["--with", "gloo", "--cache", str(tmp_path / "cache")]) == 0
+    assert signal.getsignal(signal.SIGTERM) is handler
     output = capfd.readouterr().out
     assert "proved: 2 processes all-reduce over gloo on CPU" in output
     assert "Horovod is ready: kept" in output

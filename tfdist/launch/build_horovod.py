@@ -265,7 +265,7 @@ def _prove(plan: BuildPlan, *, package_path: Path | None, tell: Tell) -> tuple[h
             f"built with {', '.join(proof.built)}"
         )
     if "nccl" in plan.features and all(proof.device == "CPU" for proof in proofs):
-        tell("NCCL is compiled and linked but was not run: that needs 2 GPUs and a TensorFlow with CUDA")
+        tell("NCCL is compiled and linked but was not run: that needs 2 GPUs")
     return tuple(proofs)
 
 
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--cuda-cc takes numbers such as 80,90; received {options.cuda_cc!r}")
         capabilities = [int(number) for number in options.cuda_cc.split(",")]
     # Ends the compilers too, through the build's `finally`, when this process is asked to end.
-    signal.signal(signal.SIGTERM, _end)
+    previous = signal.signal(signal.SIGTERM, _end)
     try:
         result = build_horovod(
             features,
@@ -338,6 +338,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tfdist build-horovod: interrupted; the cache is unharmed", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     state = "wheel ready" if options.no_install else "Horovod is ready"
     print(f"{state}: {result.how}, {', '.join(result.features)}, {result.seconds:.0f} s", flush=True)
     return 0

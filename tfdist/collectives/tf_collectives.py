@@ -230,7 +230,8 @@ class TfCollectives(Engine):
             size = max(1, counts[0] * row)
             key = self._keys.instance(group, f"{signature} {size}")
         parts = tf.split(tensor, counts, num=group.size)
-        blocks = tf.stack([pad(tf.reshape(part, [-1] if row else [0]), size) for part in parts])
+        flat = [tf.reshape(part, [count * row]) for part, count in zip(parts, counts, strict=True)]
+        blocks = tf.stack([pad(part, size) for part in flat])
         exchanged = self._exchange_blocks(blocks, key, f"{signature} {group.ranks}", group)
         merged = _REDUCE[op](exchanged, axis=0)[: counts[position] * row]
         result = tf.reshape(merged, _join_shape(counts[position], tensor))
@@ -238,17 +239,16 @@ class TfCollectives(Engine):
         return result
 
     def _reduce_bucket(self, tensors: list[Any], op: ReduceOp, *, name: str, group: Group) -> list[Any]:
-        if len(tensors) == 1:
-            packed = tensors[0]
-        else:
-            packed = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+        # TensorFlow holds the shape against a key, so a scalar and a vector of one would need two: all are flat.
+        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+        packed = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
         signature = f"reduce {name} {op.value} {static_size(packed)}"
         key = self._keys.instance(group, signature)
         merged = self._reduce(packed, op, key, f"{signature} {group.ranks}", group)
-        if len(tensors) == 1:
-            return [merged]
-        parts = tf.split(merged, [static_size(tensor) for tensor in tensors])
-        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors)]
+        parts = [merged]
+        if len(flat) > 1:
+            parts = tf.split(merged, [static_size(tensor) for tensor in flat])
+        return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _reduce_any_size(self, tensor: Any, op: ReduceOp, *, name: str, group: Group) -> Any:
         flat = tf.reshape(tensor, [-1])

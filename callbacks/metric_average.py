@@ -10,15 +10,13 @@ and no collective can be left waiting for a metric that only one rank has.
 
 from __future__ import annotations
 
-import itertools
 import numbers
 from typing import Any
 
 import keras
 
 from tfdist import world
-
-_calls = itertools.count()
+from tfdist.process_sets import ProcessSet, global_process_set
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
@@ -34,7 +32,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
 
     Args:
         device: kept for Horovod's signature; no tensors are moved.
-        process_set: `tfdist.ProcessSet` of ranks to average over; None for the whole world.
+        process_set: the ranks to average over; all by default.
 
     Example:
         >>> import keras, numpy as np, tfdist
@@ -45,7 +43,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
         >>> _ = model.fit(np.ones((4, 2)), np.ones((4, 1)), callbacks=[average], verbose=0)
     """
 
-    def __init__(self, device: str = "", process_set: Any = None) -> None:
+    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
         self.device = device
         self.process_set = process_set
@@ -74,8 +72,13 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
             "validation": self._validation_samples or 0.0,
             "values": values,
         }
-        ranks = None if self.process_set is None else self.process_set.ranks
-        everyones = control.exchange(f"MetricAverageCallback/{next(_calls)}", mine, ranks=ranks)
+        everyones = control.exchange(
+            f"MetricAverageCallback on ranks {self.process_set.ranks}",
+            mine,
+            ranks=self.process_set.ranks,
+            check=f"epoch {epoch + 1}",
+            describe="MetricAverageCallback",
+        )
         for name in values:
             if all(name in rank["values"] for rank in everyones):
                 part = "validation" if name.startswith("val_") else "train"

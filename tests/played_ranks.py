@@ -21,7 +21,7 @@ class Peers:
         self.size = size
         self.differ = differ
 
-    def exchange(self, key: str, payload: Any, *, ranks: Sequence[int] | None = None) -> list[Any]:
+    def exchange(self, key: str, payload: Any, *, ranks: Sequence[int] | None = None, **_: Any) -> list[Any]:
         return [self.differ(rank, payload) for rank in ranks or range(self.size)]
 
 

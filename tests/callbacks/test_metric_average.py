@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.played_ranks import as_rank
+from tests.worlds import World, on
 from tfdist.callbacks import MetricAverageCallback
 
 
@@ -101,3 +102,35 @@ def test_alone_it_does_nothing() -> None:
     with as_rank(0, 1):
         averaged = compiled().fit(*data(9), callbacks=[MetricAverageCallback()], verbose=0)
     assert averaged.history == compiled().fit(*data(9), verbose=0).history
+
+
+def shared_history() -> dict[str, list[float]]:
+    import tfdist
+
+    model = compiled()
+    model.compile(tfdist.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse", metrics=["mae"])
+    average = tfdist.callbacks.MetricAverageCallback()
+    history = model.fit(
+        tfdist.shard(data(24), batch_size=8 // tfdist.size(), seed=1),
+        validation_data=tfdist.shard(data(13), batch_size=4, shuffle=False),
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        callbacks=[average],
+    )
+    return dict(history.history)
+
+
+@on(("tf", 2))
+def test_history_of_all_ranks_is_that_of_one_process(world: World) -> None:
+    import tfdist
+
+    first, second = world.call(shared_history)
+    assert first == second
+    tfdist.init()
+    try:
+        alone = shared_history()
+    finally:
+        tfdist.shutdown()
+    for name, values in alone.items():
+        np.testing.assert_allclose(first[name], values, rtol=1e-5, err_msg=name)

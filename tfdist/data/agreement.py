@@ -6,14 +6,11 @@ per `shard` call, none per step.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from tfdist import world
 from tfdist.errors import OutOfSyncError
-
-_calls = itertools.count()
 
 
 def agree(facts: Mapping[str, Any], *, proposal: int) -> int:
@@ -31,10 +28,10 @@ def agree(facts: Mapping[str, Any], *, proposal: int) -> int:
         CollectiveTimeoutError: a rank did not call within the world's timeout.
     """
     here = world.current()
-    number = next(_calls)
     if here.control is None:
         return proposal
-    answers = here.control.exchange(f"shard/{number}", {"facts": dict(facts), "proposal": proposal})
+    said = {"facts": dict(facts), "proposal": proposal}
+    answers = here.control.exchange("shard", said, describe="tfdist.shard")
     for rank, answer in enumerate(answers):
         _compare(answers[0]["facts"], answer["facts"], rank=rank)
     return int(answers[0]["proposal"])

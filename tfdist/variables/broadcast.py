@@ -9,7 +9,6 @@ mask for its part of the batch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ from tfdist.variables.listing import (
 _SEED_STRIDE = 0x9E3779B9  # odd, so that multiples stay distinct modulo 2**32
 
 _PACK_BYTES = 32 << 20
-
-_calls = itertools.count()
 
 
 def broadcast_variables(
@@ -70,7 +67,7 @@ def broadcast_variables(
     described = [describe(variable) for variable in variables]
     if len(process_set.ranks) == 1:
         return
-    agree_on_list(described, key=f"broadcast_variables/{next(_calls)}", process_set=process_set)
+    agree_on_list(described, what="broadcast_variables", process_set=process_set)
     for chosen in _packs(variables):
         values = grouped_broadcast(
             [tensor_of(variable) for variable in chosen], root_rank, process_set=process_set

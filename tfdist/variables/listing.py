@@ -81,7 +81,7 @@ def array_of(variable: Any) -> npt.NDArray[Any]:
 
 
 def agree_on_list(
-    described: Sequence[str], *, key: str, process_set: ProcessSet = global_process_set
+    described: Sequence[str], *, what: str, process_set: ProcessSet = global_process_set
 ) -> None:
     """Raises on every rank unless all describe the same variables in the same order.
 
@@ -93,7 +93,7 @@ def agree_on_list(
     if control is None:
         return
     ranks = process_set.ranks
-    lists = control.exchange(key, list(described), ranks=ranks)
+    lists = control.exchange(f"{what} on ranks {ranks}", list(described), ranks=ranks, describe=what)
     for rank, other in zip(ranks, lists, strict=True):
         for place, (first, there) in enumerate(itertools.zip_longest(lists[0], other)):
             if first != there:

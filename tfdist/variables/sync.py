@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,7 @@ from tfdist.variables.listing import agree_on_list, array_of, describe, model_st
 
 MOVING_STATISTICS = ("moving_mean", "moving_variance")
 _DIGEST_BYTES = 16
-
-_calls = itertools.count()
+_NAME = "check_in_sync"
 
 
 def fingerprint(model: Any, *, ignore: Sequence[str] = MOVING_STATISTICS) -> str:
@@ -66,9 +64,8 @@ def check_in_sync(model: Any, *, ignore: Sequence[str] = MOVING_STATISTICS) -> s
     mine = _digests(variables)
     if here.control is None:
         return _combine(mine)
-    key = f"check_in_sync/{next(_calls)}"
-    agree_on_list([describe(variable) for variable in variables], key=key)
-    everyones = here.control.exchange(f"{key}/digests", b"".join(mine))
+    agree_on_list([describe(variable) for variable in variables], what=_NAME)
+    everyones = here.control.exchange(_NAME, b"".join(mine))
     size = _DIGEST_BYTES
     differing = [
         index
@@ -78,20 +75,18 @@ def check_in_sync(model: Any, *, ignore: Sequence[str] = MOVING_STATISTICS) -> s
     if differing:
         first = differing[0]
         digests = [bytes(all_of_rank[first * size : (first + 1) * size]) for all_of_rank in everyones]
-        raise OutOfSyncError(
-            _difference(variables[first], digests, key=key, count=(len(differing), len(mine)))
-        )
+        raise OutOfSyncError(_difference(variables[first], digests, count=(len(differing), len(mine))))
     return _combine(mine)
 
 
-def _difference(variable: Any, digests: Sequence[bytes], *, key: str, count: tuple[int, int]) -> str:
+def _difference(variable: Any, digests: Sequence[bytes], *, count: tuple[int, int]) -> str:
     here = world.current()
     mine = array_of(variable)
     rank_0s = broadcast(tensor_of(variable), root_rank=0).numpy()
     gap = np.abs(mine.astype(np.float64) - rank_0s.astype(np.float64))
     largest = float(np.max(gap, initial=0.0))
     assert here.control is not None
-    gaps = here.control.exchange(f"{key}/gap", largest)
+    gaps = here.control.exchange(_NAME, largest)
     others = [
         f"rank {rank} by up to {gaps[rank]:.3g}"
         for rank in range(len(digests))

@@ -87,7 +87,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # 
     def _samples(self) -> float:
         """Samples that this rank's metrics cover; 0 for a `train_step` that does not use the loss tracker."""
         tracker = getattr(self.model, "_loss_tracker", None)
-        return float(tracker.count) if tracker is not None else 0.0
+        return 0.0 if tracker is None else float(keras.ops.convert_to_numpy(tracker.count))
 
 
 def _mean(weighted: list[tuple[float, float]]) -> float:

@@ -151,7 +151,7 @@ def test_arrays_train_in_fit_with_validation_and_class_weight() -> None:
         first, epochs=2, validation_data=check, class_weight={0: 1.0, 1: 2.0}, verbose=0, shuffle=False
     )
     assert len(history.history["val_accuracy"]) == 2
-    assert int(model.optimizer.iterations) == 2 * 3
+    assert int(model.optimizer.iterations.numpy()) == 2 * 3
 
 
 def test_an_iterator_is_one_pass_however_long_it_lives() -> None:
@@ -413,7 +413,7 @@ def test_py_dataset_trains_in_fit(workers: int) -> None:
     model.compile("sgd", "mse")
     data, _ = shards(lambda: Shuffling(workers=workers), 2)
     model.fit(data, epochs=2, verbose=0)
-    assert int(model.optimizer.iterations) == 6
+    assert int(model.optimizer.iterations.numpy()) == 6
 
 
 def test_py_dataset_rules() -> None:

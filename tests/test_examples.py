@@ -78,7 +78,9 @@ def test_horovod_script_runs_with_only_the_import_changed(
     output = run(environment, "horovod_migration.py", *words)
     assert output.count("learning rate warm-up finished at 0.002") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"checkpoint-{n}.keras" for n in (1, 2, 3)]
-    plain = "import keras; print(int(keras.models.load_model('checkpoint-3.keras').optimizer.iterations))"
+    plain = (
+        "import keras; print(int(keras.models.load_model('checkpoint-3.keras').optimizer.iterations.numpy()))"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", plain], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT
     )

@@ -137,8 +137,8 @@ def broadcast_a_model(root: int) -> dict[str, Any]:
         "before": before,
         "after": fingerprint(model),
         "in_sync": tfdist.check_in_sync(model),
-        "iterations": int(model.optimizer.iterations),
-        "rate": float(model.optimizer.learning_rate),
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "rate": float(model.optimizer.learning_rate.numpy()),
     }
 
 

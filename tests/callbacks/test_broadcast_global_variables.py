@@ -55,7 +55,7 @@ def train(kind: str, root: int, first_rank_seed: int) -> dict[str, Any]:
     return {
         "weights": model.get_weights(),
         "fingerprint": tfdist.check_in_sync(model),
-        "iterations": int(model.optimizer.iterations),
+        "iterations": int(model.optimizer.iterations.numpy()),
         "loss": history.history["loss"],
     }
 
@@ -107,7 +107,11 @@ def continue_from_the_roots_state() -> tuple[list[np.ndarray], int, float]:
         x, y, steps_per_epoch=1, verbose=0, callbacks=[tfdist.callbacks.BroadcastGlobalVariablesCallback(0)]
     )
     tfdist.check_in_sync(model)
-    return model.get_weights(), int(model.optimizer.iterations), float(model.optimizer.learning_rate)
+    return (
+        model.get_weights(),
+        int(model.optimizer.iterations.numpy()),
+        float(model.optimizer.learning_rate.numpy()),
+    )
 
 
 @on(("tf", 2))

@@ -49,9 +49,9 @@ def order_seeds(dataset: Any) -> list[list[int]]:
             if pair == [0, 0]:
                 raise ValueError(
                     "tfdist.shard needs the same order of elements on every rank, but the dataset is "
-                    f"shuffled without a seed ({kind}): each rank would draw its own order, and shards would "
-                    "overlap. Either give the shuffle a seed, `dataset.shuffle(buffer_size, seed=1)`, or leave "
-                    "it out and let tfdist shuffle: `tfdist.shard(dataset, shuffle=buffer_size)`."
+                    f"shuffled without a seed ({kind}): each rank would draw its own order, and shards "
+                    "would overlap. Give the shuffle a seed, `dataset.shuffle(buffer_size, seed=1)`, or "
+                    "leave it out and let tfdist shuffle: `tfdist.shard(dataset, shuffle=buffer_size)`."
                 )
             seeds.append(pair)
     return seeds

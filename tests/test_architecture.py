@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"cluster", "cost", "keras_compat"},
     {"collectives", "control"},
     {"world"},
-    {"process_sets", "compression"},
+    {"process_sets", "compression", "graph_watch"},
     {"operations"},
     {"gradients", "variables", "data", "accumulation", "checkpoint", "layers"},
     {"strategies"},

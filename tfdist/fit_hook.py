@@ -70,15 +70,16 @@ class FitHook:
 
     def step(self, model: Any, run: Callable[[], Any]) -> Any:
         here = world.current()
-        if here.control is None:
+        if here.watchdog is None:
             return run()
         count = self._steps[model] = self._steps.get(model, 0) + 1
         reductions = GradientReducer.reductions
-        with here.control.section(f"train step {count} of model {model.name!r}"):
+        what = f"train step {count} of model {model.name!r}"
+        with here.watchdog.watch(what):
             try:
                 result = run()
             except Exception as error:
-                explained = operations.translate(error)
+                explained = operations.translate(error, waiting_for=what)
                 if explained is error:
                     raise
                 raise explained from error

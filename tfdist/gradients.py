@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist import world
+from tfdist import graph_watch, world
 from tfdist.collectives.base import Group, ReduceOp
 
 DEFAULT_BUCKET_BYTES = 8 << 20
@@ -85,8 +85,10 @@ class GradientReducer:
         gradients = [_with_table_shape(g, v) for g, v in zip(gradients, variables, strict=True)]
         signature = _signature(gradients, variables)
         name = _occurrence(f"{self.name}.{hashlib.sha256(signature.encode()).hexdigest()[:12]}")
+        watched = False
         if group.size > 1:
             _agree(self.name, signature, group)
+            gradients, watched = graph_watch.enter(name, gradients)
         reduced = list(gradients)
         dense: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
@@ -118,7 +120,7 @@ class GradientReducer:
                     )
                     for i, value in zip(chosen, values, strict=True):
                         reduced[i] = value
-        return reduced
+        return graph_watch.leave(reduced) if watched else reduced
 
     def _buckets(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
         sizes = [_bytes(gradient) for gradient in gradients]

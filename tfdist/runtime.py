@@ -20,6 +20,7 @@ from tfdist import cluster, fit_hook, keras_compat, world
 from tfdist.collectives import select
 from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
+from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
 from tfdist.strategies.base import STRATEGIES
 
@@ -77,7 +78,7 @@ def init(
     everyone = Group(tuple(range(spec.size)))
     if spec.size == 1:
         engine = select.choose(spec, None, backend=backend, timeout=timeout)
-        control = None
+        control, watchdog = None, None
     else:
         hello = {"host": socket.gethostname(), "pid": os.getpid(), "strategy": strategy}
         hello |= select.offer(spec, backend=backend, timeout=timeout)
@@ -86,14 +87,17 @@ def init(
             spec, hello=hello, timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
             host=environ.get("TFDIST_HOST"),
         )  # fmt: skip
+        # Only now, from what the ranks told each other, is it known for sure which share a host.
+        spec = cluster.with_hosts(spec, [str(place["host"]) for place in control.roster])
         try:
             engine = select.choose(spec, control, backend=backend, timeout=timeout)
-        except BaseException:
-            control.close()
+        except BaseException as error:
+            control.close(error=f"{type(error).__name__}: {error}")
             raise
         control.on_failure(lambda error: engine.abort(str(error)))
+        watchdog = Watchdog(control, engine.abort, timeout=timeout)
     _configure_devices(spec, environ)
-    world.install(world.World(spec, engine, control, strategy, timeout, everyone))
+    world.install(world.World(spec, engine, control, strategy, timeout, everyone, watchdog))
     if spec.size > 1:
         keras_compat.install(fit_hook.FitHook())
         _announce_crashes()
@@ -112,6 +116,8 @@ def shutdown() -> None:
     ended = world.current()
     keras_compat.uninstall()
     world.install(None)
+    if ended.watchdog is not None:
+        ended.watchdog.stop()
     try:
         ended.engine.stop()
     finally:

@@ -14,6 +14,7 @@ from tfdist.errors import NotInitializedError
 if TYPE_CHECKING:
     from tfdist.cluster import ClusterSpec
     from tfdist.control import ControlPlane
+    from tfdist.control.watchdog import Watchdog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class World:
         strategy: name of the strategy, `ring` by default.
         timeout: bound in seconds of every wait for another rank.
         everyone: the group of all ranks.
+        watchdog: bounds waits inside the engine; None at size 1.
     """
 
     spec: ClusterSpec
@@ -35,6 +37,7 @@ class World:
     strategy: str
     timeout: float
     everyone: Group
+    watchdog: Watchdog | None = None
 
 
 _current: World | None = None

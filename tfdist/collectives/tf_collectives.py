@@ -330,7 +330,8 @@ class TfCollectives(Engine):
         return {
             "group_size": group.size,
             "group_key": self._keys.group(group, device=device),
-            "timeout_seconds": self._timeout,
+            # A little later than the watchdog, whose error names ranks; this one is for when it can't act.
+            "timeout_seconds": self._timeout * 1.1 + 2.0,
         }
 
     def _hint(self, on_cpu: str) -> str:

@@ -154,11 +154,12 @@ def running(call: Call) -> Iterator[None]:
         raise explained from error
 
 
-def translate(error: BaseException) -> BaseException:
+def translate(error: BaseException, *, waiting_for: str = "the collective") -> BaseException:
     """What an error that came out of an engine means.
 
     Args:
         error: raised by an eager collective, or by running a function that contains one.
+        waiting_for: the section of the control channel in which it was raised.
 
     Returns:
         A `CollectiveError` that names ranks and cause if the error came from a collective; otherwise the
@@ -172,6 +173,8 @@ def translate(error: BaseException) -> BaseException:
         return error
     control = current.control
     failure = control.failure if control is not None else None
+    if failure is None and current.watchdog is not None:
+        failure = current.watchdog.error
     if failure is not None:
         return failure
     summary = _summarise(text)
@@ -183,7 +186,7 @@ def translate(error: BaseException) -> BaseException:
     diagnosis = ""
     if control is not None:
         try:
-            diagnosis = "\n" + control.diagnose("the collective")
+            diagnosis = "\n" + control.diagnose(waiting_for)
         except (TfdistError, OSError) as problem:
             diagnosis = f"\n(no diagnosis: {problem})"
         if control.failure is not None:

@@ -1,0 +1,105 @@
+"""Bounds waits inside an engine that has no bound of its own.
+
+A rank waits inside the engine, in a graph, where no Python code runs. Horovod's own stall shutdown would be
+the natural bound, but it never fired when measured (0.28.1, Gloo, stalls of ten times its setting). So a thread
+looks at what this rank is in; once that has lasted longer than the world's bound, it asks what the other ranks
+are in. Only if one of them is somewhere else is this a stall: a step may rightly take long on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from tfdist.control.diagnosis import explain_missing, guess_missing
+from tfdist.control.plane import ControlPlane
+from tfdist.errors import CollectiveTimeoutError, TfdistError
+
+
+class Watchdog:
+    """Ends this rank's wait when another rank does not come.
+
+    Args:
+        control: channel to the other ranks.
+        abort: makes the engine's pending collectives fail.
+        timeout: bound in seconds.
+    """
+
+    def __init__(self, control: ControlPlane, abort: Callable[[str], None], *, timeout: float) -> None:
+        self._control = control
+        self._abort = abort
+        self._timeout = timeout
+        self._waiting: tuple[str, float] | None = None
+        self._section = contextlib.ExitStack()
+        self._counts: dict[str, int] = {}
+        self._printing = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.error: CollectiveTimeoutError | None = None
+
+    @contextlib.contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Marks that this rank is in `what`, where every rank must come within the bound."""
+        self._enter(what)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter_again(self, what: str) -> None:
+        """Enters what is entered many times; the ranks' k-th times belong together. `leave` ends it.
+
+        No Python code of tfdist stands around it to explain the engine's error, so a stall is also printed.
+        """
+        count = self._counts[what] = self._counts.get(what, 0) + 1
+        self._enter(f"{what}, time {count}")
+        self._printing = True
+
+    def leave(self) -> None:
+        """Stops the clock."""
+        self._waiting, self._printing = None, False
+        self._section.close()
+
+    @property
+    def watching(self) -> bool:
+        """Whether this rank is in something that is watched."""
+        return self._waiting is not None
+
+    def _enter(self, what: str) -> None:
+        self._section.enter_context(self._control.section(what))
+        self._waiting = (what, time.monotonic())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tfdist-watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._ended.wait(min(1.0, self._timeout / 10)) and self.error is None:
+            waiting = self._waiting
+            if waiting is not None and time.monotonic() - waiting[1] > self._timeout:
+                self._examine(*waiting)
+
+    def _examine(self, what: str, since: float) -> None:
+        everyone = list(range(self._control.spec.size))
+        try:
+            statuses = self._control.status()
+        except TfdistError:
+            return  # the channel has failed, and tells everybody itself
+        missing = guess_missing(statuses, what, everyone)
+        if not missing or self._waiting != (what, since):
+            return
+        text = explain_missing(
+            statuses, waiting_for=what, ranks=everyone, missing=missing, waited=self._timeout
+        )
+        self.error = CollectiveTimeoutError(text)
+        if self._printing:
+            print(f"tfdist: {text}", file=sys.stderr, flush=True)
+        self._abort(text)

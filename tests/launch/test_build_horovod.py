@@ -192,7 +192,7 @@ def test_everything_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(BackendUnavailableError) as caught:
         horovod_plan.plan_build(FakeMachine(), ["mpi", "nccl"], capabilities=None, tell=print)
     message = str(caught.value)
-    for part in ("TensorFlow", "pip install tensorflow-cpu", "MPI", "CUDA toolkit", "NCCL"):
+    for part in ("TensorFlow", "pip install tensorflow-cpu", "MPI", "CUDA toolkit", "NCCL", "C++ compiler"):
         assert part in message
 
 
@@ -472,6 +472,8 @@ def test_first_error_shows_where_it_came_from_and_no_commands() -> None:
     shown = first_error(_GCC.splitlines())
     assert any("xla_mpi_ops.cc:25" in line for line in shown)
     assert not any("/usr/bin/g++" in line for line in shown)
+    repeated = ["gmake[2]: Entering directory '/x'", *["<command-line>: error: expected"] * 9]
+    assert first_error(repeated) == ["<command-line>: error: expected"]
 
 
 def test_first_error_falls_back_to_the_end() -> None:

@@ -397,7 +397,8 @@ def first_error(lines: Sequence[str], *, before: int = 3, after: int = 6) -> lis
     for index, line in enumerate(lines):
         if _ERROR.search(line) and not _ECHO.search(line) and not _is_command(line):
             around = lines[max(0, index - before) : index + 1 + after]
-            return [shown[:300] for shown in around if not _is_command(shown)]
+            telling = [shown[:300] for shown in around if not _is_command(shown) and not _ECHO.search(shown)]
+            return list(dict.fromkeys(telling))
     return [line[:300] for line in lines[-15:]]
 
 

@@ -62,6 +62,8 @@ def plan_build(
         nccl = found_nccl if isinstance(found_nccl, Nccl) else None
         missing += [found for found in (found_cuda, found_nccl) if isinstance(found, Missing)]
     if missing:
+        compiler = horovod_toolchain.find_compiler(machine)
+        missing += [compiler] if isinstance(compiler, Missing) else []
         raise BackendUnavailableError(describe_missing(missing))
     chosen = tuple(sorted(capabilities or (cuda.capabilities if cuda else ())))
     return BuildPlan(tuple(sorted(wanted)), mpi, nccl, cuda, chosen)

@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tfdist.control.differences import shorten_differing
+
+_MOST_VALUES = 4  # different values that an error shows
+
 
 @dataclasses.dataclass(frozen=True)
 class RankStatus:
@@ -116,11 +120,15 @@ def explain_missing(
 
 
 def explain_mismatch(values: dict[int, str], *, operation: str, missing: Sequence[int] = ()) -> str:
-    """Says which ranks sent what, ranks with equal values together."""
+    """Says which ranks sent what, ranks with equal values together; of long lists, only what differs."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)
-    sent = "; ".join(f"{name_ranks(ranks)} sent {value}" for value, ranks in groups.items())
+    shown = shorten_differing(list(groups)[:_MOST_VALUES])
+    pairs = zip(groups.values(), shown, strict=False)
+    sent = "; ".join(f"{name_ranks(ranks)} sent {value}" for ranks, value in pairs)
+    if len(groups) > len(shown):
+        sent += f"; and {len(groups) - len(shown)} other values"
     late = f" ({name_ranks(missing)} had not arrived yet.)" if missing else ""
     return (
         f"Ranks disagree in {operation!r}: {sent}.{late} Every rank must call it with the same arguments; "

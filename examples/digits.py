@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 
 import tfdist
 
+RATE = 0.02
 LIMIT = 1e-5
 
 
@@ -37,13 +38,14 @@ def samples(x: np.ndarray, y: np.ndarray) -> tf.data.Dataset:
 
 
 def network() -> keras.Model:
+    """Smooth activations: at the kink of a ReLU, rounding in the last digit can switch a unit on or off."""
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(16, 3, activation="relu"),
-            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(16, 3, activation="gelu"),
+            keras.layers.Conv2D(32, 3, activation="gelu"),
             keras.layers.Flatten(),
-            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(64, activation="gelu"),
             keras.layers.Dense(10),
         ]
     )
@@ -57,7 +59,7 @@ def compiled(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> keras
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="per process")
     arguments = parser.parse_args()
 
@@ -68,7 +70,7 @@ def main() -> int:
 
     model = network()
     start = [weights.copy() for weights in model.get_weights()]
-    compiled(model, tfdist.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)))
+    compiled(model, tfdist.DistributedOptimizer(keras.optimizers.SGD(RATE, momentum=0.9)))
     model.fit(
         tfdist.shard(samples(x, y)).batch(arguments.batch_size),
         epochs=arguments.epochs,
@@ -86,7 +88,7 @@ def main() -> int:
         _, accuracy = model.evaluate(*held_out, verbose=0)
         print(f"Accuracy on {len(held_out[0])} held-out digits: {accuracy:.1%}")
         with tfdist.local():
-            alone = compiled(keras.models.clone_model(model), keras.optimizers.SGD(0.05, momentum=0.9))
+            alone = compiled(keras.models.clone_model(model), keras.optimizers.SGD(RATE, momentum=0.9))
             alone.set_weights(start)
             whole = samples(x, y).take(len(x) - len(x) % tfdist.size())
             batches = whole.batch(arguments.batch_size * tfdist.size())

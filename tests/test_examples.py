@@ -43,7 +43,7 @@ def run(environment: dict[str, str], *words: str, ranks: int = 2) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_digits_proves_that_it_equals_one_process(environment: dict[str, str], ranks: int) -> None:
-    output = run(environment, "digits.py", "--epochs", "6", ranks=ranks)
+    output = run(environment, "digits.py", "--epochs", "10", ranks=ranks)
     proof = re.search(
         rf"Proof: all {ranks} ranks hold fingerprint ([0-9a-f]{{32}});.* equal to those", output
     )
@@ -53,7 +53,7 @@ def test_digits_proves_that_it_equals_one_process(environment: dict[str, str], r
     assert accuracy, output[-3000:]
     assert float(accuracy[1]) >= 95
     assert f"batch {32 * ranks}" in output
-    assert "Epoch 6/6" in output
+    assert "Epoch 10/10" in output
     assert "UserWarning" not in output
 
 

@@ -181,3 +181,25 @@ def test_alone_it_does_nothing() -> None:
 
     with as_rank(0, 1):
         BroadcastGlobalVariablesCallback(0).on_train_begin()
+
+
+def broadcast_in_the_first_step() -> str:
+    """Keras's `fit` builds models before callbacks hear of them; a loop of `train_on_batch` does not."""
+    import keras
+
+    import tfdist
+
+    model = make("deferred", tfdist.rank())
+    model.compile(tfdist.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    start = tfdist.callbacks.BroadcastGlobalVariablesCallback(0)
+    start.set_model(model)
+    start.on_train_begin()
+    assert not model.built
+    x, y = data()
+    model.train_on_batch(x, y)
+    return str(tfdist.check_in_sync(model))
+
+
+@on(("tf", 2))
+def test_model_that_is_built_in_its_first_step(world: World) -> None:
+    assert len(set(world.call(broadcast_in_the_first_step))) == 1

@@ -107,7 +107,7 @@ def unchanged_environment() -> Iterator[None]:
     before.pop("PYTEST_CURRENT_TEST", None)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     # Libraries set their own defaults on import.
-    changed -= {name for name in changed if name.startswith(("TF_", "TF2_", "KMP_", "KERAS_", "XLA_", "ENABLE_", "TPU_"))}
+    changed -= {name for name in changed if name.startswith(("TF_", "TF2_", "KMP_", "KERAS_", "XLA_", "ENABLE_", "TPU_", "HDF5_"))}
     assert not changed, f"environment variables changed by the test: {sorted(changed)}"
 
 

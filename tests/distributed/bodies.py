@@ -16,6 +16,10 @@ from tests.distributed import models
 def optimizer_of(name: str, **config: Any) -> Any:
     import keras
 
+    if name == "MultiOptimizer":
+        parts = keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01))
+        parts[".*bias"] = keras.optimizers.SGD(0.1)
+        return keras.optimizers.MultiOptimizer(parts)
     return getattr(keras.optimizers, name)(**config)
 
 
@@ -57,6 +61,11 @@ def share(values: np.ndarray, batch: int = models.GLOBAL_BATCH) -> np.ndarray:
     return models.part(values, tfdist.rank(), tfdist.size(), batch)
 
 
+def fit_with(args: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """`fit`, for a channel that carries no keywords."""
+    return fit(*args, **options)
+
+
 def fit(
     kind: str,
     optimizer: str,
@@ -78,13 +87,15 @@ def fit(
     if policy:
         keras.config.set_dtype_policy(policy)
     try:
-        model = models.MODELS[kind]()
+        model = models.MODELS[kind]() if tfdist.size() > 1 else models.reference(kind)
     finally:
         keras.config.set_dtype_policy("float32")
     if freeze is not None:
         model.layers[freeze].trainable = False
     inner = optimizer_of(optimizer, **(config or {}))
     options = dict(wrap_options or {})
+    if "compression" in options:
+        options["compression"] = getattr(tfdist.Compression, options["compression"])
     if passes > 1 and tfdist.size() > 1:
         options["backward_passes_per_step"] = passes
     model.compile(
@@ -93,6 +104,10 @@ def fit(
         metrics=["accuracy"],
         **(compile_options or {}),
     )
+    if tfdist.size() == 1:
+        # ScheduleFreeAdamW copies the weights when it is built; built inside the traced step, as Keras does by
+        # itself, it copies them again at every step.
+        model.optimizer.build(model.trainable_variables)
     x, y = models.data(kind)
     # With k passes a rank sees k batches per update, one process one batch k times as large.
     batch = models.GLOBAL_BATCH // tfdist.size()

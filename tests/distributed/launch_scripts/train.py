@@ -1,0 +1,73 @@
+"""A user's training script, the same for every launcher; prints one JSON line per rank. Argument: a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import keras
+import numpy as np
+
+import tfdist
+from tests.source_tree import expose_callbacks
+from tfdist import world
+
+expose_callbacks()
+
+
+def main(seed: int) -> None:
+    tfdist.init()
+    keras.utils.set_random_seed(seed + tfdist.rank())  # ranks start differently, and rank 0's start counts
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)]
+    )
+    model.compile(
+        tfdist.DistributedOptimizer(keras.optimizers.Adam(0.01)),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    random = np.random.default_rng(seed)
+    x, y = random.standard_normal((64, 6)).astype("float32"), random.integers(0, 3, 64)
+    history = model.fit(
+        tfdist.shard((x, y), batch_size=8, seed=seed),
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            tfdist.callbacks.BroadcastGlobalVariablesCallback(0),
+            tfdist.callbacks.MetricAverageCallback(),
+        ],
+    )
+    spec = world.current().spec
+    record = {
+        "rank": tfdist.rank(),
+        "size": tfdist.size(),
+        "local": [tfdist.local_rank(), tfdist.local_size()],
+        "cross": [tfdist.cross_rank(), tfdist.cross_size()],
+        "backend": tfdist.backend(),
+        "mpi": tfdist.mpi_enabled(),
+        "launcher": spec.launcher,
+        "job": spec.job,
+        "fingerprint": tfdist.check_in_sync(model),
+        "weights": float(sum(abs(weights).sum() for weights in model.get_weights())),
+        "steps": int(model.optimizer.iterations),
+        "loss": history.history["loss"][-1],
+        "prefix": sys.prefix,
+        "folder": os.getcwd(),
+        "inherited": _inherited(),
+    }
+    # One write per line: some launchers mix the bytes of their ranks.
+    os.write(1, (json.dumps(record) + "\n").encode())
+
+
+def _inherited() -> str:
+    """From a module that only PYTHONPATH leads to."""
+    try:
+        import module_on_the_path  # type: ignore[import-not-found]
+    except ImportError:
+        return "nothing"
+    return str(module_on_the_path.TEXT)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -287,6 +287,28 @@ raise HorovodInternalError("shut down")
     assert done.stderr.splitlines()[-1] == "[1] ValueError: cause"
 
 
+@pytest.mark.parametrize("peer", ["PeerLostError", "ValueError"])
+def test_cause_that_is_too_slow_to_end_is_found_by_its_traceback(launcher: Launcher, peer: str) -> None:
+    # Rank 1 prints a traceback and goes on, so that tfdist ends it. It died of it only if rank 0 lost a peer;
+    # otherwise it may have caught it.
+    source = f"""
+import os, sys, time
+if os.environ["TFDIST_RANK"] == "1":
+    import traceback
+    try: raise KeyError("cause")
+    except KeyError: traceback.print_exc()
+    time.sleep(60)
+time.sleep(0.6)
+class {peer}(Exception): pass
+raise {peer}("of rank 0")
+"""
+    done = launcher.run(source, "-np", "2")
+    assert done.returncode == 1
+    first, words = (1, "KeyError: 'cause'") if peer == "PeerLostError" else (0, f"{peer}: of rank 0")
+    assert f"rank {first} failed first, with exit code 1" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith(words)
+
+
 def test_rank_that_ignores_sigterm_is_killed_within_5_seconds(launcher: Launcher) -> None:
     source = """
 import os, signal, sys, time

@@ -156,6 +156,9 @@ class _Run:
         if self._interrupted:
             code = 128 + self._interrupted
         elif failed is not None:
+            if self._died_too_slowly(failed):
+                # The code that Python would have ended with, not that of the signal which cut its end short.
+                self._ends[failed] = End(1, self._ends[failed].at)
             status = self._ends[failed].status
             code = status if status > 0 else 128 - status
         return Outcome(code, failed, self._interrupted, self._ends, self._memories)
@@ -359,8 +362,22 @@ class _Run:
         ]
         if self._interrupted and not failures:
             return None
-        order = {rank: (self._memories[rank].is_consequence(), self._failed_at(rank)) for rank in failures}
+        consequences = {rank for rank in failures if self._memories[rank].is_consequence()}
+        if failures and len(consequences) == len(failures):
+            failures += [rank for rank in self._ends if rank not in failures and self._died_too_slowly(rank)]
+        order = {rank: (rank in consequences, self._failed_at(rank)) for rank in failures}
         return min(failures, key=order.__getitem__, default=None)
+
+    def _died_too_slowly(self, rank: int) -> bool:
+        """Whether a rank that tfdist ended had printed the traceback of its own end before.
+
+        Unloading TensorFlow can outlast the grace period on a busy machine. It is asked only when all others
+        failed because some rank was lost; a traceback alone may also have been caught and printed.
+        """
+        end, memory = self._ends[rank], self._memories[rank]
+        began = memory.traceback_at
+        ended_by_us = end.status < 0 and end.at >= self._stopped_at
+        return ended_by_us and began is not None and began < self._stopped_at and not memory.is_consequence()
 
     def _end_everything(self) -> None:
         groups = [process.pid for process in self._processes.values()]

@@ -1,0 +1,147 @@
+"""`tfdist bench allreduce`: bus bandwidth of every engine by size, beside the machine's own limits."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+
+from tfdist.bench import report
+from tfdist.bench.engines import EngineWorld, available_engines
+from tfdist.bench.figures import bus_bandwidth, describe_size, parse_size, table
+from tfdist.bench.limits import copy_bandwidth, tcp_bandwidth
+from tfdist.bench.machine import free_memory, load
+from tfdist.bench.worlds import World, closing_all, take_turns
+from tfdist.errors import TfdistError
+
+_SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB
+_TURN = 0.3  # seconds that one turn should take
+_MOST_REPEATS = 300
+_MEMORY_OF_A_RANK = 600 << 20  # TensorFlow, and an engine's buffers
+
+# engine's label -> size in bytes -> seconds of one all-reduce, by round
+Seconds = Mapping[str, Mapping[int, Sequence[float]]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line of `tfdist bench allreduce`; see `tfdist.bench.main`."""
+    options = _parser().parse_args(argv)
+    if options.plot:
+        require_matplotlib()
+    engines, missing = available_engines()
+    if options.only:
+        engines = [engine for engine in engines if engine.name in options.only]
+        missing = []
+        if not engines:
+            raise TfdistError(f"None of {', '.join(options.only)} can be measured here; see `tfdist doctor`.")
+    report.introduce("allreduce")
+    for text in missing:
+        print(f"Left out: {text}")
+    tcp, copy = [tcp_bandwidth()], [copy_bandwidth()]
+    seconds: dict[int, Seconds] = {}
+    for size in options.np:
+        seconds[size] = _measure(engines, size, options)
+        tcp.append(tcp_bandwidth())
+        copy.append(copy_bandwidth())
+    limits = {"one TCP stream": statistics.median(tcp), "memory copy": statistics.median(copy)}
+    bandwidths = {size: bandwidths_of(seconds[size], ranks=size) for size in options.np}
+    for size in options.np:
+        print(f"\n{size} ranks: bus bandwidth, 2(N-1)/N·K/t\n\n{bandwidth_table(bandwidths[size])}")
+    described = ", ".join(f"{name} {value / 1e9:.2f} GB/s" for name, value in limits.items())
+    print(f"\nLimits of this machine in the same run: {described}")
+    if options.plot:
+        from tfdist.bench.allreduce_plot import draw
+
+        draw(bandwidths, limits, options.plot)
+        print(f"Plot: {options.plot}")
+    report.finish(
+        options.json,
+        settings={"np": options.np, "sizes": options.sizes, "rounds": options.rounds},
+        figures={"seconds": seconds, "bandwidths": bandwidths, "tcp": tcp, "copy": copy},
+    )
+    return 0
+
+
+def bandwidths_of(seconds: Seconds, *, ranks: int) -> dict[str, dict[int, float]]:
+    """Bus bandwidth by engine and size, from the median of the rounds."""
+    return {
+        label: {
+            size: bus_bandwidth(size, ranks=ranks, seconds=statistics.median(rounds))
+            for size, rounds in by_size.items()
+        }
+        for label, by_size in seconds.items()
+    }
+
+
+def bandwidth_table(bandwidths: Mapping[str, Mapping[int, float]]) -> str:
+    """Sizes down, engines across, in GB/s."""
+    sizes = list(next(iter(bandwidths.values())))
+    rows = [
+        [describe_size(size), *(f"{by_size[size] / 1e9:.3g}" for by_size in bandwidths.values())]
+        for size in sizes
+    ]
+    return table(["GB/s", *bandwidths], rows)
+
+
+def require_matplotlib() -> None:
+    """Refuses to measure for minutes what can't be drawn afterwards.
+
+    Raises:
+        TfdistError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise TfdistError(
+            "--plot draws with matplotlib, which is not installed: `pip install 'tfdist[plot]'`, or leave "
+            "--plot out; the table needs nothing."
+        )
+
+
+def _measure(engines: Sequence[EngineWorld], size: int, options: argparse.Namespace) -> Seconds:
+    # Tensors (what goes in, what comes out, and one for the engine) exist in one world at a time only.
+    wanted = size * (len(engines) * _MEMORY_OF_A_RANK + 3 * max(options.sizes))
+    if 0 < free_memory() < wanted:
+        raise TfdistError(
+            f"{size} ranks of {len(engines)} engines need some {wanted / 1e9:.0f} GB, and "
+            f"{free_memory() / 1e9:.0f} GB are free: choose smaller --sizes, fewer ranks (-np), or engines one by one (--only)."
+        )
+    seconds: dict[str, dict[int, list[float]]] = {engine.label: {} for engine in engines}
+    with closing_all([]) as worlds:
+        for engine in engines:
+            print(f"starting: {engine.label}, {size} ranks", flush=True)
+            worlds.append(engine.start(size, timeout=options.timeout))
+        print(f"{options.rounds} rounds, load {load():.1f}", flush=True)
+        for number in options.sizes:
+            repeats = [_repeats(world, number) for world in worlds]
+            for _ in range(options.rounds):
+                for engine, world, repeat in zip(engines, worlds, repeats, strict=True):
+                    request = {"bytes": number, "repeat": repeat, "mode": "graph"}
+                    [[answers]] = take_turns([world], request, rounds=1)
+                    # The slowest rank has waited for nobody: its time is the collective's.
+                    seconds[engine.label].setdefault(number, []).append(max(answers))
+    return seconds
+
+
+def _repeats(world: World, number: int) -> int:
+    """How often to repeat for a turn of about `_TURN` seconds, from one trial, which also warms up."""
+    trial: float = max(world.turn({"bytes": number, "repeat": 2, "mode": "graph"}))
+    return max(1, min(_MOST_REPEATS, round(_TURN / trial)))
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"needs sizes like 64KB or 16MB: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = report.parser("allreduce", "Bus bandwidth of all-reduce by engine and size of the tensor.")
+    add = parser.add_argument
+    add("-np", "--np", nargs="+", type=report.at_least(2), default=[2, 4], metavar="N", help="ranks (2 4)")
+    add("--sizes", nargs="+", type=_size, default=list(_SIZES), metavar="K", help="1KB to 256MB by default")
+    add("--rounds", type=report.at_least(1), default=5, metavar="R", help="rounds at each size (5)")
+    add("--plot", type=pathlib.Path, metavar="FILE", help="draw the figures into FILE (.png, .svg, .pdf)")
+    add("--only", nargs="+", choices=("tf", "horovod", "horovod+mpi"), metavar="ENGINE", help="of them")
+    return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import importlib
 import pickle
@@ -44,6 +45,7 @@ def main() -> None:
     """Serves calls over the socket whose descriptor is the first argument."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # a killed pytest leaves no ranks behind
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # how `World` learns where a call hangs
     expose_callbacks()
     channel = socket.socket(fileno=int(sys.argv[1]))
     initialise = sys.argv[2] == "1"

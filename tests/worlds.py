@@ -99,6 +99,7 @@ class World:
         self.backend = backend
         self.size = size
         self.broken = False
+        self._end = ""
         self._folder = Path(tempfile.mkdtemp(prefix="tfdist-world-"))
         self._channels: list[socket.socket] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -150,7 +151,7 @@ class World:
     ) -> list[Outcome]:
         """As `call`, but errors are returned; only a hang raises."""
         if self.broken:
-            raise WorldError(f"{self} was killed by an earlier call")
+            raise WorldError(f"{self} was ended by an earlier call:\n{self._end}")
         name = f"{function.__module__}:{function.__qualname__}"
         for rank, channel in enumerate(self._channels):
             send(channel, (name, tuple(each[rank]) if each is not None else arguments))
@@ -228,12 +229,15 @@ class World:
             if not ready:
                 self.broken = True
                 done = "\n".join(outcome.traceback for outcome in outcomes.values() if outcome.traceback)
+                for process in self.processes:
+                    process.send_signal(signal.SIGUSR1)
+                time.sleep(1.0)
                 text = self._output()
                 for process in self.processes:
                     process.kill()
-                raise WorldError(
-                    f"{what} hung on ranks {sorted(waiting.values())} of {self}, which was killed.\n{done}\n{text}"
-                )
+                hung = sorted(waiting.values())
+                self._end = f"{what} hung on ranks {hung} of {self}, which was killed.\n{done}\n{text}"
+                raise WorldError(self._end)
             for channel in ready:
                 rank = waiting[channel]
                 try:
@@ -242,6 +246,7 @@ class World:
                     self.broken = True
                     code = self.processes[rank].wait(10)
                     text = f"rank {rank} ended with code {code} during {what}\n{self._output(rank)}"
+                    self._end = self._end or text
                     outcomes[rank] = Outcome(error=RuntimeError(text), kind="Died", traceback=text)
                 if outcomes[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE)

@@ -40,6 +40,7 @@ def run_cases(cases: list[Case]) -> list[np.ndarray]:
     """Runs cases one after the other, eagerly or each in a function of its own."""
     results = []
     for case in cases:
+        print(case, flush=True)  # shown when it hangs
         tensor = tf.constant(case.tensor(tfdist.rank(), tfdist.size()))
         if case.mode == "eager":
             result = run_case(case, tensor)
@@ -319,6 +320,28 @@ def same_name_twice() -> list[float]:
         return [tfdist.allreduce(x * k, op=tfdist.Sum, name="twice") for k in (1.0, 10.0)]
 
     return [float(result) for result in reduce(tf.constant(1.0))]
+
+
+def unused_on_some_ranks() -> float:
+    """Collectives whose result only one rank uses: they must not be pruned on the others."""
+
+    @tf.function
+    def step(x: Any) -> Any:
+        total = tfdist.allreduce(x, op=tfdist.Sum)
+        shared = tfdist.broadcast(x, 0)
+        rows = tfdist.allgather(x[tf.newaxis])
+        tfdist.barrier()
+        return total + shared + rows[0] if tfdist.rank() == 0 else x
+
+    @tf.function
+    def loop(x: Any) -> Any:
+        for _ in tf.range(3):
+            y = tfdist.allreduce(x)
+            if tfdist.rank() == 0:
+                x = y
+        return x
+
+    return float(step(tf.constant(1.0)) * loop(tf.constant(1.0)))
 
 
 def in_control_flow() -> list[float]:

@@ -166,6 +166,10 @@ class Contract:
     def test_one_name_for_two_collectives(self, world: World) -> None:
         assert world.call(bodies.same_name_twice) == [[world.size, 10.0 * world.size]] * world.size
 
+    def test_unused_results(self, world: World) -> None:
+        size = world.size
+        assert world.call(bodies.unused_on_some_ranks) == [size + 2.0, *[1.0] * (size - 1)]
+
     def test_control_flow(self, world: World) -> None:
         cubed = float(world.size**3)
         assert world.call(bodies.in_control_flow) == [[cubed + 1, -cubed - 1]] * world.size

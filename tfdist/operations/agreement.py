@@ -10,6 +10,7 @@ world.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import threading
@@ -152,6 +153,28 @@ def running(call: Call) -> Iterator[None]:
         if explained is error:
             raise
         raise explained from error
+
+
+def keep(call: Call, outputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a collective, which now runs even if this rank uses none of them.
+
+    TensorFlow prunes what a function doesn't need, and drops loops, branches and inner functions without side
+    effects. A collective that is pruned on one rank (`if rank() == 0:` use its result) leaves the others
+    waiting. So a value of each output is assigned to a variable that nobody reads: a side effect, and a
+    dependency on data, since TensorFlow replaces by nothing an op that others only wait for (Horovod's are
+    declared free of side effects). Because assignments stay in order, an inner function that is called twice
+    runs twice in order, too.
+    """
+    if call.payloads is None and call.group.size > 1:
+        values = [tf.cast(tf.reshape(output, [-1])[:1], tf.float32) for output in outputs]
+        tf.raw_ops.AssignVariableOp(resource=_kept(), value=tf.concat(values, 0))
+    return list(outputs)
+
+
+@functools.cache
+def _kept() -> Any:
+    with tf.init_scope(), tf.device("/device:CPU:0"):
+        return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[None], shared_name="tfdist_kept_collectives")
 
 
 def translate(error: BaseException, *, waiting_for: str = "the collective") -> BaseException:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist import world
 from tfdist.errors import TfdistError
-from tfdist.operations.agreement import begin, describe_shape, running, uncompiled
+from tfdist.operations.agreement import begin, describe_shape, keep, running, uncompiled
 from tfdist.operations.reductions import (
     Sum,
     allreduce,
@@ -118,7 +118,7 @@ def grouped_allgather(
                 engine.allgather(x, name=f"{call.name}.{i}", group=call.group, lengths=lengths[i])
                 for i, x in enumerate(inputs)
             ]
-        return outputs, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
+        return keep(call, outputs), lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
     return list(run(*values))
 
@@ -197,17 +197,13 @@ def grouped_broadcast(
 
     def backward(upstream: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         summed = grouped_allreduce(upstream, op=Sum, name=call.gradient, process_set=process_set)
-        if world.rank() == root_rank:
-            return summed
-        # They depend on the collective, which would otherwise be pruned on this rank alone.
-        with tf.control_dependencies(summed):
-            return [tf.zeros_like(tensor) for tensor in summed]
+        return summed if world.rank() == root_rank else [tf.zeros_like(tensor) for tensor in summed]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(*inputs: Any) -> Any:
         with running(call):
             outputs = engine.broadcast(inputs, root_rank, name=call.name, group=call.group)
-        return outputs, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
+        return keep(call, outputs), lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
     return list(run(*values))
 
@@ -260,7 +256,9 @@ def alltoall(
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(rows: Any, sizes: Any) -> Any:
         with running(call):
-            received, sources = engine.alltoall(rows, sizes, name=call.name, group=call.group)
+            received, sources = keep(
+                call, engine.alltoall(rows, sizes, name=call.name, group=call.group)
+            )
 
         def gradient(upstream: Any, _: Any) -> Any:
             if not rows.dtype.is_floating:
@@ -300,8 +298,8 @@ def barrier(name: str | None = None, process_set: ProcessSet = global_process_se
         begin("barrier", name, process_set, signature="")
         return None
     arrived = allreduce(tf.ones([1]), op=Sum, name=name or "barrier", process_set=process_set)
-    # An assertion is a side effect, so the barrier can't be pruned on a rank.
-    return tf.debugging.Assert(arrived[0] > 0, [arrived])
+    with tf.control_dependencies([arrived]):
+        return tf.no_op()
 
 
 def _movable(kind: str, tensor: Any) -> Any:

@@ -17,7 +17,7 @@ from tfdist import world
 from tfdist.collectives.base import Group, ReduceOp, split_rows
 from tfdist.compression import Compression
 from tfdist.errors import BackendUnavailableError, TfdistError
-from tfdist.operations.agreement import Call, begin, describe, running, uncompiled
+from tfdist.operations.agreement import Call, begin, describe, keep, running, uncompiled
 from tfdist.process_sets import ProcessSet, global_process_set
 
 Sum = ReduceOp.SUM
@@ -404,7 +404,7 @@ def _reduce(
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(*inputs: Any) -> Any:
         with running(call):
-            outputs = _combine(inputs, op, call.name, call.group)
+            outputs = keep(call, _combine(inputs, op, call.name, call.group))
         results = outputs if here else [tf.zeros_like(output) for output in outputs]
         return results, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
@@ -499,7 +499,7 @@ def _scatter(tensors: Sequence[Any], op: ReduceOp, name: str | None, process_set
                         part, [split_rows(rows, call.group.size)[position], *tensor.shape[1:]]
                     )
                 outputs.append(_finish(part, op, tensor.dtype, call.group))
-        return outputs, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
+        return keep(call, outputs), lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
     return list(run(*tensors))
 

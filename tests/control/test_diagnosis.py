@@ -45,6 +45,13 @@ def test_text_names_rank_host_pid_activity_causes_and_fixes() -> None:
     assert "tfdist.init(timeout=...)" in text
 
 
+def test_rank_that_has_left_is_not_said_to_be_in_anything_still() -> None:
+    gone = RankStatus(1, "b", 7, False, "train step 4", "entered", 2.0, 2.0, ("train step 4",))
+    text = explain_missing([status(0), gone], waiting_for="train step 5", ranks=[0, 1], missing=[1])
+    assert "rank 1 (host b, pid 7): it has left the world; it entered 'train step 4'" in text
+    assert "still" not in text
+
+
 def test_mismatch_puts_equal_ranks_together() -> None:
     text = explain_mismatch({0: "float32 [2]", 1: "float32 [3]", 2: "float32 [2]"}, operation="sum")
     assert "ranks 0, 2 sent float32 [2]; rank 1 sent float32 [3]." in text

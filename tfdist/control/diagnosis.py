@@ -51,7 +51,8 @@ class RankStatus:
     @property
     def activity(self) -> str:
         if self.state == "entered":
-            return f"it entered {self.section!r} {self.since:.1f} s ago and is still in it"
+            now = "and is still in it" if self.alive else "when it was last asked"
+            return f"it entered {self.section!r} {self.since:.1f} s ago {now}"
         if self.state == "left":
             return f"it finished {self.section!r} {self.since:.1f} s ago and entered nothing since"
         return "it has not entered any collective yet"
@@ -101,8 +102,10 @@ def explain_missing(
     lines = [first]
     for rank in list(missing or ranks)[:16]:
         status = statuses[rank]
-        life = f"last heard {status.heartbeat:.1f} s ago" if status.alive else "it has left"
-        lines.append(f"  {status.who}: {status.activity}; {life}.")
+        if status.alive:
+            lines.append(f"  {status.who}: {status.activity}; last heard {status.heartbeat:.1f} s ago.")
+        else:
+            lines.append(f"  {status.who}: it has left the world; {status.activity}.")
     if extra:
         lines.append(extra)
     if not missing:

@@ -155,8 +155,8 @@ def test_sleeping_rank_is_named_after_the_timeout(fault: str, ended: Ahead[Ended
     error = error_of(job, 0)
     assert error["kind"] == "CollectiveTimeoutError"
     assert "rank 1 (host" in error["text"]
-    assert "'train step 5 of model" in error["text"]
-    assert "finished 'train step 4 of model" in error["text"]
+    assert "did not arrive at \"train step 5 of model 'sequential'\"" in error["text"]
+    assert "it finished \"train step 4 of model 'sequential'\"" in error["text"]
     assert error["after"] < TIMEOUT + SOON
     assert "rank 0 failed first" in job.summary()
     assert "[0] tfdist.errors.CollectiveTimeoutError" in job.summary()

@@ -219,7 +219,7 @@ def translate(error: BaseException, *, waiting_for: str = "the collective") -> B
             f"{where} within {current.timeout:g} s. A rank did not reach it: it took another branch, or is slow "
             f"(then raise `tfdist.init(timeout=...)`).{diagnosis}"
         )
-    if isinstance(error, tf.errors.UnavailableError) or "Connection" in text:
+    if isinstance(error, tf.errors.UnavailableError) or "Connection" in text or "has been shut down" in text:
         return PeerLostError(f"{where}. A rank ended or its connection broke.{diagnosis}")
     return CollectiveError(f"{where}.{diagnosis}")
 

@@ -1,0 +1,54 @@
+"""The bytes that docstrings promise, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tests.collectives.byte_counter import settled_bytes_sent
+from tests.worlds import World, on
+
+PAYLOAD = 24 * 2**20  # large, so that headers and heartbeats don't count; divisible by 2, 3 and 4 ranks
+
+
+def bytes_of(kind: str) -> int:
+    """Bytes this rank sends for one collective of `PAYLOAD` bytes."""
+    x = tf.ones([PAYLOAD // 4])
+    calls: dict[str, Any] = {
+        "allreduce": lambda: tfdist.allreduce(x, op=tfdist.Sum),
+        "reducescatter": lambda: tfdist.reducescatter(x, op=tfdist.Sum),
+        "allgather": lambda: tfdist.allgather(x),
+    }
+    call = calls[kind]
+    call()
+    tfdist.barrier()
+    before = settled_bytes_sent()
+    tfdist.barrier()
+    call()
+    tfdist.barrier()
+    return settled_bytes_sent() - before
+
+
+@on(("tf", 2), ("tf", 3), ("tf", 4))
+def test_ring_allreduce_moves_2_n_minus_1_over_n(world: World) -> None:
+    expected = 2 * (world.size - 1) / world.size * PAYLOAD
+    assert world.call(bytes_of, "allreduce") == [pytest.approx(expected, rel=0.03)] * world.size
+
+
+@on(("tf", 2), ("tf", 4))
+@pytest.mark.parametrize("kind", ["reducescatter", "allgather"])
+def test_bytes(world: World, kind: str) -> None:
+    size = world.size
+    expected = {"reducescatter": (size - 1) / size, "allgather": size - 1.0}[kind] * PAYLOAD
+    # An all-gather is padded to a size class, by at most an eighth.
+    for sent in world.call(bytes_of, kind):
+        assert expected * 0.98 <= sent <= expected * (1.15 if kind == "allgather" else 1.03)
+
+
+@on(("horovod", 2), ("horovod", 4))
+def test_horovod_allreduce(world: World) -> None:
+    expected = 2 * (world.size - 1) / world.size * PAYLOAD
+    assert world.call(bytes_of, "allreduce") == [pytest.approx(expected, rel=0.05)] * world.size

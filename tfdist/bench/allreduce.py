@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tfdist.bench import report
-from tfdist.bench.engines import EngineWorld, available_engines
+from tfdist.bench.engines import ENGINES, EngineWorld, available_engines, select
 from tfdist.bench.figures import bus_bandwidth, describe_size, parse_size, table
 from tfdist.bench.limits import copy_bandwidth, tcp_bandwidth
 from tfdist.bench.machine import free_memory, load
@@ -32,10 +32,7 @@ def main(argv: Sequence[str]) -> int:
         require_matplotlib()
     engines, missing = available_engines()
     if options.only:
-        engines = [engine for engine in engines if engine.name in options.only]
-        missing = []
-        if not engines:
-            raise TfdistError(f"None of {', '.join(options.only)} can be measured here; see `tfdist doctor`.")
+        engines, missing = select(engines, options.only), []
     report.introduce("allreduce")
     for text in missing:
         print(f"Left out: {text}")
@@ -104,7 +101,8 @@ def _measure(engines: Sequence[EngineWorld], size: int, options: argparse.Namesp
     if 0 < free_memory() < wanted:
         raise TfdistError(
             f"{size} ranks of {len(engines)} engines need some {wanted / 1e9:.0f} GB, and "
-            f"{free_memory() / 1e9:.0f} GB are free: choose smaller --sizes, fewer ranks (-np), or engines one by one (--only)."
+            f"{free_memory() / 1e9:.0f} GB are free: choose smaller --sizes, fewer ranks (-np), or engines "
+            "one by one (--only)."
         )
     seconds: dict[str, dict[int, list[float]]] = {engine.label: {} for engine in engines}
     with closing_all([]) as worlds:
@@ -143,5 +141,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--sizes", nargs="+", type=_size, default=list(_SIZES), metavar="K", help="1KB to 256MB by default")
     add("--rounds", type=report.at_least(1), default=5, metavar="R", help="rounds at each size (5)")
     add("--plot", type=pathlib.Path, metavar="FILE", help="draw the figures into FILE (.png, .svg, .pdf)")
-    add("--only", nargs="+", choices=("tf", "horovod", "horovod+mpi"), metavar="ENGINE", help="of them")
+    add("--only", nargs="+", choices=ENGINES, metavar="ENGINE", help=f"of {', '.join(ENGINES)}")
     return parser

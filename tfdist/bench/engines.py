@@ -12,6 +12,9 @@ from pathlib import Path
 
 from tfdist.bench.worlds import World
 from tfdist.collectives.horovod_probe import installed_horovod
+from tfdist.errors import TfdistError
+
+ENGINES = ("tf", "horovod", "horovod+mpi")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,21 @@ def available_engines() -> tuple[list[EngineWorld], list[str]]:
     else:
         engines.append(EngineWorld("horovod+mpi", "horovod: Horovod over MPI", mpirun))
     return engines, missing
+
+
+def select(engines: Sequence[EngineWorld], names: Sequence[str]) -> list[EngineWorld]:
+    """Those of the engines that are named.
+
+    Raises:
+        TfdistError: none is.
+    """
+    chosen = [engine for engine in engines if engine.name in names]
+    if not chosen:
+        raise TfdistError(
+            f"--only {' '.join(names)}: none of these can be measured here, only "
+            f"{', '.join(engine.name for engine in engines)}. `tfdist doctor` says what is missing."
+        )
+    return chosen
 
 
 def mpirun_command(mpirun: str, size: int) -> Sequence[str]:

@@ -1,8 +1,8 @@
 """One rank of each contender of `tfdist bench fit`: the same model, data and optimizer, trained in its way.
 
 Every contender trains in blocks of `steps` steps: an epoch of `fit()`, or as many turns of a hand-written
-loop. It waits for a request before each block and answers with the block's seconds. The loss is read at the end
-of each, so nothing is left under way; its mean is tracked in all of them, since `fit()` does it.
+loop. It waits for a request before each block and answers with the block's seconds. The loss is read at the
+end of each, so nothing is left under way; its mean is tracked in all of them, since `fit()` does it.
 """
 
 from __future__ import annotations

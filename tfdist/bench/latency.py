@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from tfdist.bench import report
-from tfdist.bench.engines import EngineWorld, available_engines
+from tfdist.bench.engines import ENGINES, EngineWorld, available_engines, select
 from tfdist.bench.figures import table
 from tfdist.bench.worlds import closing_all, take_turns
 
@@ -25,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     engines, missing = available_engines()
     if any(engine.name == "horovod" for engine in engines):
         engines.append(EngineWorld("raw", "Horovod over Gloo without tfdist"))
+    if options.only:
+        engines, missing = select(engines, options.only), []
     report.introduce("latency")
     for text in missing:
         print(f"Left out: {text}")
@@ -66,4 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-np", "--np", type=report.at_least(2), default=2, metavar="N", help="ranks (2)")
     add("--repeat", type=report.at_least(1), default=100, metavar="T", help="all-reduces a round (100)")
     add("--rounds", type=report.at_least(1), default=9, metavar="R", help="rounds (9)")
+    add(
+        "--only", nargs="+", choices=(*ENGINES, "raw"), metavar="ENGINE", help=f"of {', '.join(ENGINES)}, raw"
+    )
     return parser

@@ -18,7 +18,8 @@ from typing import Any
 
 SOCKET_VARIABLE = "TFDIST_BENCH_SOCKET"
 RANK_VARIABLE = "TFDIST_BENCH_RANK"
-# Bound in seconds of a world's own waits; long, since being stopped counts. The measuring process has another.
+# Bound in seconds of a world's own waits; long, since being stopped counts. The measuring process has its
+# own.
 PATIENCE = 3600
 
 

@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     print(f"\n{added_table(added, _LIMITS)}")
     print(
         f"\nFor scale, medians: import keras {statistics.median(imports['keras']):.2f} s; the first name of "
-        f"tfdist that needs Keras {statistics.median(imports['first name']):.2f} s; an empty program by python "
-        f"{statistics.median(programs['python']):.3f} s, by tfdist run -np 1 "
+        f"tfdist that needs Keras {statistics.median(imports['first name']):.2f} s; an empty program by "
+        f"python {statistics.median(programs['python']):.3f} s, by tfdist run -np 1 "
         f"{statistics.median(programs['run']):.3f} s."
     )
     settings = {"rounds": options.rounds, "programs": options.programs}

@@ -288,7 +288,7 @@ def _signature(gradients: Sequence[Any], variables: Sequence[Any]) -> str:
     """
     parts = []
     for gradient, variable in zip(gradients, variables, strict=True):
-        path = getattr(variable, "path", None) or getattr(variable, "name", "tensor")
+        path = str(getattr(variable, "path", None) or getattr(variable, "name", "tensor"))
         path = re.sub(r"_\d+(?=[/:]|$)", "", path)
         if gradient is None:
             kind = "none"

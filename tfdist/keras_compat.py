@@ -134,6 +134,8 @@ def _guard(model: Any, train_function: Callable[[Any], Any], hook: Hook) -> Call
 
 def _build(model: Any, iterator: Any) -> Any:
     """Builds model and optimizer without consuming data; returns an iterator to use in place of `iterator`."""
+    import keras
+
     optimizer = model.optimizer
     if not all(layer.built for layer in model._flatten_layers()):
         spec = getattr(iterator, "element_spec", None)
@@ -143,7 +145,9 @@ def _build(model: Any, iterator: Any) -> Any:
             iterator = itertools.chain([batch], iterator)
             spec = _batch_spec(batch)
         model._symbolic_build(data_batch=spec)
-    if optimizer is not None and not optimizer.built and model.trainable_variables:
+    # An own train_step may give each of several optimizers its part of the variables; only it knows which.
+    stock = type(model).train_step is keras.Model.train_step
+    if stock and optimizer is not None and not optimizer.built and model.trainable_variables:
         optimizer.build(model.trainable_variables)
     return iterator
 
@@ -166,7 +170,7 @@ def _split_train_step(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         return compiled(self, data) if compiled is not None else original(self, data)
 
     train_step.__wrapped__ = original  # type: ignore[attr-defined]
-    setattr(train_step, _GUARDED, True)
+    train_step.__dict__[_GUARDED] = True
     return train_step
 
 
@@ -210,7 +214,8 @@ _capture = _Capture()
 @contextlib.contextmanager
 def capture_updates() -> Iterator[list[tuple[Any, list[Any], list[Any]]]]:
     """Inside, distributed optimizers record (optimizer, gradients, variables) instead of updating."""
-    _capture.updates = updates = []
+    updates: list[tuple[Any, list[Any], list[Any]]] = []
+    _capture.updates = updates
     try:
         yield updates
     finally:

@@ -29,7 +29,7 @@ from tfdist.gradients import DEFAULT_BUCKET_BYTES, GradientReducer
 from tfdist.strategies.base import STRATEGIES, Strategy
 
 
-class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[misc]
+class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps a Keras optimizer so that every update uses the gradients of all ranks.
 
     Every rank must make the same sequence of updates. Each update moves 2(N-1)/N·K bytes per rank for K bytes
@@ -205,7 +205,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[misc]
         return f"<DistributedOptimizer of {self.__wrapped__!r}>"
 
 
-class DistributedGradientTape(wrapt.ObjectProxy):  # type: ignore[misc]
+class DistributedGradientTape(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps a `tf.GradientTape` so that `gradient` returns the gradients of all ranks.
 
     Every rank calls `gradient` with the same sources; 2(N-1)/N·K bytes per rank. Arguments are those of

@@ -222,7 +222,9 @@ def _announce_crashes() -> None:
     """Makes peers of a rank that dies of an exception learn at once that, and of what, it died."""
     previous = sys.excepthook
 
-    def excepthook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
         global _crash
         _crash = f"{kind.__name__}: {error}"
         previous(kind, error, trace)

@@ -51,11 +51,6 @@ class Ended:
     def output(self) -> str:
         return "\n".join(self.outputs)
 
-    def of_rank(self, rank: int) -> str:
-        """Lines with `tfdist run`'s prefix of a rank, without it, up to the summary at the end."""
-        lines = self.output.partition("\ntfdist run:")[0].splitlines()
-        return "\n".join(line[4:] for line in lines if line.startswith(f"[{rank}] "))
-
     def summary(self) -> str:
         """What `tfdist run` said at the end."""
         return self.output.partition("\ntfdist run:")[2]
@@ -78,7 +73,7 @@ class Running:
     def __init__(self, commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]]) -> None:
         self.mark = secrets.token_hex(8)
         self._start = time.monotonic()
-        self._files = [tempfile.TemporaryFile() for _ in commands]
+        self._files = [tempfile.TemporaryFile() for _ in commands]  # noqa: SIM115  # closed by `end`
         self.processes: list[subprocess.Popen[bytes]] = []
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         inherited |= {

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import require
-from tests.distributed import bodies
 from tests.distributed.jobs import SCRIPTS, Ahead, Ended, records_in, run_ahead, start, tfdist_run
-from tests.worlds import World, on
 
 TIMEOUT = 15  # seconds of tfdist's own bound; ranks start several seconds apart on a busy machine
 SOON = 45.0  # seconds; a peer that needs longer for its error hangs rather than works

@@ -113,9 +113,15 @@ def test_byte_by_byte_gives_the_same() -> None:
         b"W0000 00:00:1747.5 12 computation_placer.cc:177] computation placer already registered. Please",
         b"E0000 00:00:1747.5 12 cuda_platform.cc:51] failed call to cuInit: INTERNAL: CUDA error: Failed "
         b"call to cuInit: UNKNOWN ERROR (303)",
+        b"E0000 00:00:1795986192.356333    6428 base_collective_executor.cc:252] "
+        b"BaseCollectiveExecutor::StartAbort UNAVAILABLE: Rank 1 (host vm, pid 6064) ended early: ValueError",
+        b"E0000 00:00:1795986192.356436    6428 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: "
+        b"Collective ops is aborted by: Rank 1 (host vm, pid 6064) ended early: ValueError",
+        b"The error could be from a previous operation. Restart your program to reset. [type.googleapis.com/"
+        b"tensorflow.DerivedStatus='']",
     ],
 )
-def test_start_up_messages_are_noise(line: bytes) -> None:
+def test_messages_that_nobody_needs_are_noise(line: bytes) -> None:
     assert is_noise(line)
 
 
@@ -129,6 +135,7 @@ def test_start_up_messages_are_noise(line: bytes) -> None:
         b"W0000 00:00:1747.5 12 gpu_device.cc:2342] Cannot dlopen some GPU libraries.",
         b"2024-05-01 10:11:12.345678: E tensorflow/core/x.cc:1] oneDNN failed",
         b"2024-05-01 10:11:12.345678: W tensorflow/core/framework/op_kernel.cc:1] OOM when allocating tensor",
+        b"E0000 00:00:1747.5 12 collective.cc:1] Something else about a collective",
         b"F0000 00:00:1747.5 12 tensor.cc:1] Check failed: dtype() == expected",
         b"INFO:tensorflow:my own summary",
         b"WARNING: All log messages are mine",

@@ -98,7 +98,8 @@ class TfCollectives(Engine):
         if tf_server.context_exists():
             from tensorflow.python.eager import context
 
-            context.context().abort_collective_ops(tf.errors.UNAVAILABLE, reason)
+            # On one line, because TensorFlow logs it, too, and `tfdist run` hides that line as a repetition.
+            context.context().abort_collective_ops(tf.errors.UNAVAILABLE, " ".join(reason.split()))
 
     def allreduce(
         self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group

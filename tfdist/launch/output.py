@@ -25,15 +25,18 @@ _LOG_START = re.compile(
 )
 # What TensorFlow says at every start whatever TF_CPP_MIN_LOG_LEVEL is (seen on 2.21, where levels 1 to 3
 # make no difference to absl's notice and to oneDNN's line): information, CUDA libraries registered twice
-# inside its own binary, and machines that have no CUDA driver at all.
+# inside its own binary, and machines that have no CUDA driver at all. Then what an aborted collective logs,
+# once or twice per rank: it repeats the rank's exception, and advises a "reset" that does not help here.
 _NOISE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     rb"|(I\d{4} [\d:.]+ +\d+|[\d-]+ [\d:.]+: I) \S+\.(cc|cpp|cu|h):\d+\] "
     rb"|([EW]\d{4} [\d:.]+ +\d+|[\d-]+ [\d:.]+: [EW]) \S+\.cc:\d+\] "
     rb"(Unable to register cu\w+ factory: Attempting to register factory"
     rb"|computation[ _]placer already registered"
-    rb"|failed call to cuInit: .*UNKNOWN ERROR \(303\))"
+    rb"|failed call to cuInit: .*UNKNOWN ERROR \(303\)"
+    rb"|BaseCollectiveExecutor::StartAbort |Aborting \w+ with )"
     rb"|To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags"
+    rb"|The error could be from a previous operation\. Restart your program to reset\."
 )
 _TRACEBACK = re.compile(rb"(  \+ Exception Group )?Traceback \(most recent call last\):")
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
@@ -42,7 +45,7 @@ _CONSEQUENCE = re.compile(rb"^\S*(PeerLostError|HorovodInternalError)\b")
 
 
 def is_noise(line: bytes) -> bool:
-    """Whether a line is one of TensorFlow's start-up messages that no environment variable silences."""
+    """Whether a line is one of TensorFlow's messages that no variable silences and nobody needs."""
     return _NOISE.match(line) is not None
 
 

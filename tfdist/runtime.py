@@ -72,7 +72,7 @@ def init(
     backend = _choice("backend", backend, environ.get("TFDIST_BACKEND"), BACKENDS)
     strategy = _choice("strategy", strategy, environ.get("TFDIST_STRATEGY"), tuple(STRATEGIES))
     timeout = _seconds(timeout, environ.get("TFDIST_TIMEOUT"))
-    _require_keras_on_tensorflow(environ)
+    _require_keras_on_tensorflow()
 
     spec = cluster.from_environment(environ)
     everyone = Group(tuple(range(spec.size)))
@@ -163,15 +163,11 @@ def _seconds(argument: float | None, launcher: str | None) -> float:
     return value
 
 
-def _require_keras_on_tensorflow(environ: Mapping[str, str]) -> None:
+def _require_keras_on_tensorflow() -> None:
     if importlib_missing("tensorflow"):
         raise BackendUnavailableError(
             "TensorFlow is not installed. tfdist trains Keras 3 on TensorFlow: install one build of it, "
             "`pip install tensorflow` (or tensorflow-cpu, or your vendor's)."
-        )
-    if environ.get("TF_USE_LEGACY_KERAS") == "1" and "keras" not in sys.modules:
-        raise BackendUnavailableError(
-            "TF_USE_LEGACY_KERAS=1 selects Keras 2; tfdist works on Keras 3. Unset it."
         )
     import keras
 

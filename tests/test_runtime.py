@@ -84,7 +84,8 @@ assert int(os.environ["TF_NUM_INTRAOP_THREADS"]) >= 1, "cores are not divided"
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_visible_devices([cpu], "CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-assert len(tf.config.list_logical_devices("CPU")) == 2
+devices = [device.name for device in tf.config.list_logical_devices("CPU")]
+assert len(devices) == 2, devices
 print("sum", float(tfdist.allreduce(tf.constant(tfdist.rank() + 1.0), op=tfdist.Sum)))
 """
 

@@ -91,9 +91,28 @@ def configure_server(addresses: Sequence[str], *, rank: int) -> None:
         job_name=JOB,
         task_index=rank,
         protocol="grpc",
-        default_session_config=current.config,
     )
-    current.enable_collective_ops(server)
+    current.enable_collective_ops(_LateServerDef(server))
+
+
+class _LateServerDef:
+    """A ServerDef that takes devices and threads from the context when the context starts the server.
+
+    The server makes the devices. With the settings of the time of `tfdist.init()` it would ignore a
+    `set_visible_devices` that comes after, and every rank would take every GPU.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 (a protocol buffer's method)
+        from tensorflow.python.eager import context
+
+        self._server.default_session_config.CopyFrom(context.context().config)
+        return bytes(self._server.SerializeToString())
 
 
 def _is_configured_as(current: Any, addresses: Sequence[str]) -> bool:

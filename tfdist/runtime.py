@@ -118,6 +118,9 @@ def shutdown() -> None:
     world.install(None)
     if ended.watchdog is not None:
         ended.watchdog.stop()
+    if _crash is not None and ended.control is not None:
+        # Before the engine: Horovod's end makes the peers fail at once, and then they must know why.
+        ended.control.close(error=_crash)
     try:
         ended.engine.stop()
     finally:

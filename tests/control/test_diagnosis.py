@@ -49,6 +49,7 @@ def test_rank_that_has_left_is_not_said_to_be_in_anything_still() -> None:
     gone = RankStatus(1, "b", 7, False, "train step 4", "entered", 2.0, 2.0, ("train step 4",))
     text = explain_missing([status(0), gone], waiting_for="train step 5", ranks=[0, 1], missing=[1])
     assert "rank 1 (host b, pid 7): it has left the world; it entered 'train step 4'" in text
+    assert "was in it when last heard of" in text
     assert "still" not in text
 
 

@@ -20,6 +20,10 @@ from tests.distributed.jobs import SCRIPTS, Ahead, Ended, records_in, run_ahead,
 TIMEOUT = 15  # seconds of tfdist's own bound; ranks start several seconds apart on a busy machine
 SOON = 45.0  # seconds; a peer that needs longer for its error hangs rather than works
 ENGINES = ("tf", "horovod")
+LAUNCHERS = {
+    "mpirun": ["mpirun", "-np", "2", "--oversubscribe", "--allow-run-as-root"],
+    "horovodrun": ["horovodrun", "--gloo", "-np", "2"],
+}
 
 
 def run(fault: str, folder: Path) -> Ended:
@@ -32,6 +36,8 @@ def run(fault: str, folder: Path) -> Ended:
             job.wait_until(lambda: job.output().count("training") == 2)
             job.processes[0].send_signal(signal.SIGKILL)
         return job.result()
+    if how in LAUNCHERS:
+        return start([*LAUNCHERS[how], sys.executable, str(SCRIPTS / "faults.py"), mode], **common).result()
     ranks = {"alone0": [0], "alone1": [1]}.get(mode, [0, 1])
     place = {
         "TFDIST_SIZE": "2",
@@ -75,6 +81,18 @@ def error_of(job: Ended, rank: int) -> dict[str, Any]:
 def test_peers_of_an_exception_get_its_text(fault: str, ended: Ahead[Ended]) -> None:
     job = finish(fault, ended)
     assert job.codes == [1, 1]
+    assert_rank_0_knows_the_exception(job)
+
+
+@faults("mpirun raise", engines=("horovod",))
+def test_peers_of_an_exception_get_its_text_over_mpi(fault: str, ended: Ahead[Ended]) -> None:
+    # Horovod over MPI tells its peers of its end faster than anything else, but not the reason.
+    job = finish(fault, ended)
+    assert job.codes == [1]
+    assert_rank_0_knows_the_exception(job)
+
+
+def assert_rank_0_knows_the_exception(job: Ended) -> None:
     error = error_of(job, 0)
     assert error["kind"] == "PeerLostError"
     assert "rank 1" in error["text"].lower()

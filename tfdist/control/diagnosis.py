@@ -50,11 +50,13 @@ class RankStatus:
 
     @property
     def activity(self) -> str:
+        # What is known of a rank that has gone may be a second old, and it may have got further since.
+        here = "is still in it" if self.alive else "was in it when last heard of"
+        after = "and entered nothing since" if self.alive else "when last heard of"
         if self.state == "entered":
-            now = "and is still in it" if self.alive else "when it was last asked"
-            return f"it entered {self.section!r} {self.since:.1f} s ago {now}"
+            return f"it entered {self.section!r} {self.since:.1f} s ago and {here}"
         if self.state == "left":
-            return f"it finished {self.section!r} {self.since:.1f} s ago and entered nothing since"
+            return f"it finished {self.section!r} {self.since:.1f} s ago {after}"
         return "it has not entered any collective yet"
 
 

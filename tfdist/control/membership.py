@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import time
@@ -161,7 +162,7 @@ class Membership:
         """A rank is gone without goodbye; it is told, too, in case it still lives."""
         rank = connection.rank
         assert rank is not None
-        status = self.statuses()[rank]
+        status = dataclasses.replace(self.statuses()[rank], alive=False)
         moment = "" if self.started else " at start-up"
         activity = f" Before that, {status.activity}." if self.started else ""
         self.fail(

@@ -15,6 +15,7 @@ import keras
 
 import tfdist
 from tests.distributed import models
+from tfdist.cluster import from_environment
 
 AT = 3  # the batch after which it goes wrong
 
@@ -50,7 +51,7 @@ class Fault(keras.callbacks.Callback):
 
 
 def tell(**record: object) -> None:
-    line = json.dumps({"rank": int(os.environ["TFDIST_RANK"]), **record, "at": time.time()})
+    line = json.dumps({"rank": from_environment(os.environ).rank, **record, "at": time.time()})
     os.write(1, (line + "\n").encode())
 
 

@@ -107,7 +107,8 @@ def unchanged_environment() -> Iterator[None]:
     before.pop("PYTEST_CURRENT_TEST", None)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     # Libraries set their own defaults on import.
-    changed -= {name for name in changed if name.startswith(("TF_", "TF2_", "KMP_", "KERAS_", "XLA_", "ENABLE_", "TPU_", "HDF5_"))}
+    libraries = ("TF_", "TF2_", "KMP_", "KERAS_", "XLA_", "ENABLE_", "TPU_", "HDF5_")
+    changed = {name for name in changed if not name.startswith(libraries)}
     assert not changed, f"environment variables changed by the test: {sorted(changed)}"
 
 
@@ -118,13 +119,15 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 10.0
     while True:
-        children = [child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
+        children = [
+            child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"
+        ]
         left = [
             thread
             for thread in threading.enumerate()
             if thread not in threads and not thread.daemon and thread.is_alive()
         ]
-        if not children and not left or time.monotonic() > deadline:
+        if (not children and not left) or time.monotonic() > deadline:
             break
         time.sleep(0.2)
     assert not children, f"child processes left behind: {[(c.pid, c.cmdline()) for c in children]}"

@@ -120,9 +120,7 @@ def test_listed_packages_match_folders() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
-    folders = {
-        name for name, path in MODULES.items() if path.name == "__init__.py"
-    }
+    folders = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert listed == folders
 
 

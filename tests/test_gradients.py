@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def test_buckets_hold_every_tensor_once_last_first_within_the_limit(sizes: list[
     assert [i for bucket in buckets for i in bucket] == list(reversed(range(len(sizes))))
     for bucket in buckets:
         assert len(bucket) == 1 or sum(sizes[i] for i in bucket) <= limit
-    for left, right in zip(buckets, buckets[1:], strict=False):
+    for left, right in itertools.pairwise(buckets):
         assert sum(sizes[i] for i in left) + sizes[right[0]] > limit, "a bucket was closed too early"
 
 

@@ -60,7 +60,9 @@ def test_keras_still_applies_inside_a_cond_of_local_finiteness() -> None:
     optimizer = keras.optimizers.LossScaleOptimizer(Recording(1.0))
     tf.function(lambda gradient: optimizer.apply([gradient], [weight]))(tf.constant([np.inf]))
     assert float(weight[0]) == 1.0
-    assert any("cond" in name for name in graphs), f"{graphs}: no cond around the inner apply any more: drop patch 3"
+    assert any("cond" in name for name in graphs), (
+        f"{graphs}: no cond around the inner apply any more: drop patch 3"
+    )
 
 
 def test_install_twice_and_uninstall() -> None:

@@ -186,7 +186,7 @@ def test_wrong_use_is_refused() -> None:
         tfdist.DistributedOptimizer(
             keras.optimizers.LossScaleOptimizer(tfdist.DistributedOptimizer(keras.optimizers.Adam()))
         )
-    with pytest.raises(ValueError, match="received op=|received <ReduceOp.MIN"):
+    with pytest.raises(ValueError, match=r"received <ReduceOp\.MIN"):
         tfdist.DistributedOptimizer(adam, op=tfdist.Min)
     with pytest.raises(ValueError, match="runs on the Horovod engine only"):
         tfdist.DistributedOptimizer(adam, op=tfdist.Adasum)

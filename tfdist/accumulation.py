@@ -27,7 +27,9 @@ class PassAccumulator:
         self._sums: dict[int, tf.Variable] = {}
         self._seen: tf.Variable | None = None
 
-    def add(self, gradients: Sequence[Any], variables: Sequence[Any], flush: Callable[[list[Any]], Any]) -> Any:
+    def add(
+        self, gradients: Sequence[Any], variables: Sequence[Any], flush: Callable[[list[Any]], Any]
+    ) -> Any:
         """Adds one pass; calls `flush` with the window's gradients when the pass completes it.
 
         Args:

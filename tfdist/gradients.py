@@ -98,7 +98,11 @@ class GradientReducer:
                 reduced[i] = _scale(gradient, 1 / group.size) if self.scale_local else gradient
             elif not isinstance(gradient, tf.IndexedSlices):
                 dense.append(i)
-            elif self.sparse_as_dense or self.op is ReduceOp.ADASUM or _table_bytes(gradient) <= SMALL_TABLE_BYTES:
+            elif (
+                self.sparse_as_dense
+                or self.op is ReduceOp.ADASUM
+                or _table_bytes(gradient) <= SMALL_TABLE_BYTES
+            ):
                 reduced[i] = to_dense(gradient)
                 dense.append(i)
             else:
@@ -318,4 +322,3 @@ def _occurrence(name: str) -> str:
     counts = _occurrences.setdefault(tf.compat.v1.get_default_graph(), {})
     count = counts[name] = counts.get(name, -1) + 1
     return f"{name}#{count}" if count else name
-

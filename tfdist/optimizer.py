@@ -410,7 +410,9 @@ def _groups(groups: Any, num_groups: int) -> Any:
         return groups
     if isinstance(groups, list | tuple) and all(isinstance(members, list | tuple) for members in groups):
         return groups
-    raise ValueError(f"groups must be None, an integer >= 0, or a list of lists of variables; got {groups!r}.")
+    raise ValueError(
+        f"groups must be None, an integer >= 0, or a list of lists of variables; got {groups!r}."
+    )
 
 
 def _reducer(

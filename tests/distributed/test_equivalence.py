@@ -125,9 +125,7 @@ def test_compression_is_close(world: World, wrap_options: dict[str, Any]) -> Non
 @WORLDS
 def test_mixed_precision(world: World) -> None:
     """`compile()` puts LossScaleOptimizer around the wrapper."""
-    assert_equivalent(
-        world, "dense", "SGD", {"learning_rate": 0.1}, policy="mixed_float16", tolerance=2e-3
-    )
+    assert_equivalent(world, "dense", "SGD", {"learning_rate": 0.1}, policy="mixed_float16", tolerance=2e-3)
 
 
 def test_no_optimizer_is_forgotten() -> None:

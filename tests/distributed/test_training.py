@@ -26,7 +26,9 @@ def alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
         tfdist.shutdown()
 
 
-def assert_as_one_process(world: World, function: Callable[..., dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
+def assert_as_one_process(
+    world: World, function: Callable[..., dict[str, Any]], *args: Any
+) -> list[dict[str, Any]]:
     expected = alone(function, *args)
     results: list[dict[str, Any]] = world.call(function, *args)
     assert len({result["digest"] for result in results}) == 1, "ranks differ"

@@ -263,7 +263,9 @@ def xla(kind: str) -> dict[str, Any]:
         x, y, batch = _shares()
         start = bodies.weights_of(model)
         model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, epochs=2)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
+        model.compile(
+            optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True
+        )
         model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
     result = bodies.outcome(model, start)
     result["printed"] = printed.getvalue()

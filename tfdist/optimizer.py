@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 import wrapt
 
 from tfdist import keras_compat, world
 from tfdist.accumulation import PassAccumulator
-from tfdist.collectives.base import Group, ReduceOp
+from tfdist.collectives.base import ReduceOp
 from tfdist.compression import Compression
 from tfdist.gradients import DEFAULT_BUCKET_BYTES, GradientReducer
+from tfdist.reduction_arguments import make_reducer
 from tfdist.strategies.base import STRATEGIES, Strategy
 
 
@@ -99,13 +99,14 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             )
         _refuse_double_accumulation(inner, backward_passes_per_step)
         super().__init__(inner)
-        reducer = _reducer(
+        reducer = make_reducer(
             name or "DistributedOptimizer",
             op=op,
             compression=compression,
             sparse_as_dense=sparse_as_dense,
             gradient_predivide_factor=gradient_predivide_factor,
-            groups=_groups(groups, num_groups),
+            num_groups=num_groups,
+            groups=groups,
             process_set=process_set,
             device_dense=device_dense,
             device_sparse=device_sparse,
@@ -203,98 +204,6 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer of {self.__wrapped__!r}>"
-
-
-class DistributedGradientTape(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Wraps a `tf.GradientTape` so that `gradient` returns the gradients of all ranks.
-
-    Every rank calls `gradient` with the same sources; 2(N-1)/N·K bytes per rank. Arguments are those of
-    `DistributedOptimizer`. Use it with a plain optimizer: with a `DistributedOptimizer` as well, gradients
-    would be combined twice.
-
-    Args:
-        gradtape: the tape, recording or finished.
-        device_dense: device for dense collectives.
-        device_sparse: device for sparse collectives.
-        compression: `tfdist.Compression.none`, `.fp16` or `.bf16`.
-        sparse_as_dense: reduce embeddings' gradients as whole tables.
-        op: `tfdist.Average`, `tfdist.Sum` or `tfdist.Adasum`.
-        gradient_predivide_factor: see `DistributedOptimizer`.
-        num_groups: older name of an integer `groups`.
-        groups: see `DistributedOptimizer`.
-        process_set: `tfdist.ProcessSet` to reduce over; None for the whole world.
-        scale_local_gradients: see `DistributedOptimizer`.
-
-    Example:
-        >>> import tensorflow as tf, tfdist
-        >>> tfdist.init()
-        >>> weight = tf.Variable(2.0)
-        >>> with tf.GradientTape() as tape:
-        ...     loss = weight * weight
-        >>> tape = tfdist.DistributedGradientTape(tape)
-        >>> float(tape.gradient(loss, weight))
-        4.0
-    """
-
-    def __init__(
-        self,
-        gradtape: tf.GradientTape,
-        device_dense: str = "",
-        device_sparse: str = "",
-        compression: Any = Compression.none,
-        sparse_as_dense: bool = False,
-        op: ReduceOp = ReduceOp.AVERAGE,
-        gradient_predivide_factor: float = 1.0,
-        num_groups: int = 0,
-        groups: int | Sequence[Sequence[Any]] | None = None,
-        process_set: Any = None,
-        scale_local_gradients: bool = True,
-    ) -> None:
-        world.current()
-        if isinstance(gradtape, DistributedGradientTape):
-            raise TypeError("The tape is a DistributedGradientTape already; wrap a tape once.")
-        if not isinstance(gradtape, tf.GradientTape):
-            raise TypeError(f"DistributedGradientTape wraps a tf.GradientTape; received {gradtape!r}.")
-        super().__init__(gradtape)
-        self._self_reducer = _reducer(
-            "DistributedGradientTape",
-            op=op,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            groups=_groups(groups, num_groups),
-            process_set=process_set,
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-            scale_local_gradients=scale_local_gradients,
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
-        )
-
-    def __enter__(self) -> DistributedGradientTape:
-        self.__wrapped__.__enter__()
-        return self
-
-    def gradient(
-        self,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
-    ) -> Any:
-        """`tf.GradientTape.gradient`, combined over the ranks; every rank calls it.
-
-        Returns:
-            Gradients in the structure of `sources`.
-        """
-        sources = keras.tree.map_structure(_tf_variable, sources)
-        gradients = self.__wrapped__.gradient(target, sources, output_gradients, unconnected_gradients)
-        flat_sources = tf.nest.flatten(sources)
-        flat = tf.nest.flatten(gradients, expand_composites=False)
-        return tf.nest.pack_sequence_as(sources, self._self_reducer.reduce(flat, flat_sources))
-
-    def register_local_source(self, source: Any) -> None:
-        """Leaves a source's gradient to its rank: it is not combined with the other ranks'."""
-        self._self_reducer.local_variables.add(id(_tf_variable(source)))
 
 
 def load_model(
@@ -401,84 +310,7 @@ def _refuse_double_accumulation(optimizer: Any, passes: int) -> None:
         )
 
 
-def _groups(groups: Any, num_groups: int) -> Any:
-    if num_groups and groups is None:
-        groups = num_groups
-    if groups is None or groups == 0:
-        return None
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        return groups
-    if isinstance(groups, list | tuple) and all(isinstance(members, list | tuple) for members in groups):
-        return groups
-    raise ValueError(
-        f"groups must be None, an integer >= 0, or a list of lists of variables; got {groups!r}."
-    )
-
-
-def _reducer(
-    name: str,
-    *,
-    op: ReduceOp,
-    compression: Any,
-    sparse_as_dense: bool,
-    gradient_predivide_factor: float,
-    groups: Any,
-    process_set: Any,
-    device_dense: str,
-    device_sparse: str,
-    scale_local_gradients: bool,
-    bucket_bytes: int,
-) -> GradientReducer:
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
-        raise ValueError(
-            f"Gradients combine by op=tfdist.Average, tfdist.Sum or tfdist.Adasum; received {op!r}."
-        )
-    if op is ReduceOp.ADASUM and world.backend() != "horovod":
-        raise ValueError(
-            f"op=tfdist.Adasum runs on the Horovod engine only, and this world uses {world.backend()!r}. Use "
-            "tfdist.Average, or build Horovod with `tfdist build-horovod`."
-        )
-    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError(
-            f"gradient_predivide_factor={gradient_predivide_factor} splits an average; it needs "
-            f"op=tfdist.Average, received op={op}."
-        )
-    if gradient_predivide_factor <= 0:
-        raise ValueError(f"gradient_predivide_factor must be > 0; received {gradient_predivide_factor}.")
-    if not all(hasattr(compression, method) for method in ("compress", "decompress")):
-        raise ValueError(
-            "compression must be tfdist.Compression.none, .fp16 or .bf16, or have compress and decompress; "
-            f"received {compression!r}."
-        )
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be >= 1; received {bucket_bytes}.")
-    return GradientReducer(
-        name,
-        op=op,
-        compression=None if compression is Compression.none else compression,
-        sparse_as_dense=sparse_as_dense,
-        predivide_factor=gradient_predivide_factor,
-        groups=groups,
-        group=_group(process_set),
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        scale_local=scale_local_gradients,
-        bucket_bytes=bucket_bytes,
-    )
-
-
-def _group(process_set: Any) -> Group | None:
-    if process_set is None:
-        return None
-    group: Group = process_set.group
-    return group
-
-
 def _strategy(name: str, reducer: GradientReducer) -> Strategy:
     module = importlib.import_module(f"tfdist.strategies.{name}")
     strategy: Strategy = getattr(module, STRATEGIES[name])(reducer)
     return strategy
-
-
-def _tf_variable(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable

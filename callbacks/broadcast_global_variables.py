@@ -18,7 +18,7 @@ from tfdist import fit_hook, world
 from tfdist.variables import broadcast_model
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the root's weights and optimizer state at the start of each `fit()`.
 
     Optimizer state is slots, iterations, learning rate and loss scale. Random states (dropout, augmentation)

@@ -20,7 +20,7 @@ import tensorflow as tf
 Multiplier = Callable[[float], float]
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` to `end_epoch`.
 
     The rate is logged as "lr" (Horovod's name) and "learning_rate" (Keras's).

@@ -19,7 +19,7 @@ from tfdist import world
 from tfdist.process_sets import ProcessSet, global_process_set
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras is untyped
+class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces values in the epoch's logs by their mean over all ranks' samples; all ranks must use it.
 
     Training values are weighted by the training samples, values that begin with "val_" by the validation

@@ -5,13 +5,16 @@ disagree. All derive from `TfdistError`, so `except tfdist.TfdistError` catches 
 from the built-in exception that a caller would expect (`ValueError`, `TimeoutError`, ...).
 """
 
+from typing import TYPE_CHECKING
+
 
 class TfdistError(Exception):
     """Base class of all errors raised by tfdist."""
 
     # AutoGraph re-raises an error from inside `tf.function` in its own class only if that class is made by
     # this very constructor; the built-in second bases bring others.
-    __init__ = Exception.__init__
+    if not TYPE_CHECKING:  # where the assignment would make every error Any
+        __init__ = Exception.__init__
 
 
 class NotInitializedError(TfdistError, RuntimeError):

@@ -82,16 +82,16 @@ def test_table_refuses_ragged_rows() -> None:
 
 
 def test_ratio_table_gives_verdicts() -> None:
-    rows = ratio_table(
-        {
-            "good": compare([1.0], [1.0], target=1.03),
-            "bad": compare([1.1], [1.0], target=1.03),
-            "free": compare([9.0], [1.0]),
-        }
-    ).splitlines()[2:]
+    ratios = {
+        "good": compare([1.0], [1.0], target=1.03),
+        "bad": compare([1.1], [1.0], target=1.03),
+        "free": compare([9.0], [1.0]),
+    }
+    processor = {name: compare([2.0], [1.0]) for name in ratios}
+    rows = ratio_table(ratios, processor).splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert [(row[0], row[1], row[4], row[5]) for row in cells] == [
-        ("good", "1.000", "<= 1.03", "met"),
-        ("bad", "1.100", "<= 1.03", "missed"),
-        ("free", "9.000", "", ""),
+    assert [(row[0], row[1], *row[4:]) for row in cells] == [
+        ("good", "1.000", "2.000", "<= 1.03", "met"),
+        ("bad", "1.100", "2.000", "<= 1.03", "missed"),
+        ("free", "9.000", "2.000", "", ""),
     ]

@@ -112,15 +112,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), line(rule), *(line(row) for row in rows)])
 
 
-def ratio_table(ratios: Mapping[str, Ratio]) -> str:
-    """Ratios with their spread, targets and verdicts as a Markdown table."""
+def ratio_table(ratios: Mapping[str, Ratio], processor: Mapping[str, Ratio]) -> str:
+    """Ratios with their spread, targets and verdicts as a Markdown table.
+
+    Args:
+        ratios: of the times, which the targets are about.
+        processor: the same of the processor's times, which other processes hardly disturb.
+    """
     rows = []
     for what, ratio in ratios.items():
         target = "" if ratio.target is None else f"<= {ratio.target:.2f}"
         verdict = {None: "", True: "met", False: "missed"}[ratio.met]
         spread = f"{ratio.low:.3f} to {ratio.high:.3f}"
-        rows.append([what, f"{ratio.median:.3f}", spread, f"{ratio.undisturbed:.3f}", target, verdict])
-    return table(["", "ratio", "quartiles", "of the least", "target", ""], rows)
+        others = [f"{ratio.undisturbed:.3f}", f"{processor[what].median:.3f}"]
+        rows.append([what, f"{ratio.median:.3f}", spread, *others, target, verdict])
+    return table(
+        ["time of / time of", "ratio", "quartiles", "of the least", "of CPU time", "target", ""], rows
+    )
 
 
 def describe_size(size: int) -> str:

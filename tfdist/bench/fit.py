@@ -76,18 +76,27 @@ def main(argv: Sequence[str]) -> int:
         print(f"  To measure them: {_HOW_TO_GET[what]}")
     if not chosen:
         raise TfdistError("Nothing is left to measure.")
-    times = _measure(chosen, options)
+    answers = _measure(chosen, options)
+    # All ranks of a world end a block together, but for noise; the last one counts. Processor time is the
+    # ranks' mean.
+    times = {name: [max(a["seconds"] for a in one) for one in rounds] for name, rounds in answers.items()}
+    cpu = {
+        name: [statistics.fmean(a["cpu"] for a in one) for one in rounds] for name, rounds in answers.items()
+    }
     milliseconds = {name: [1e3 * s / options.steps for s in rounds] for name, rounds in times.items()}
-    ratios = ratios_of(times)
-    print(f"\n{_step_table(milliseconds)}")
+    processor = {name: [1e3 * s / options.steps for s in rounds] for name, rounds in cpu.items()}
+    ratios, processor_ratios = ratios_of(times), ratios_of(cpu)
+    print(f"\n{_step_table(milliseconds, processor)}")
     if ratios:
-        print(f"\n{ratio_table(ratios)}")
+        print(f"\n{ratio_table(ratios, processor_ratios)}")
     report.finish(
         options.json,
         settings={name: getattr(options, name) for name in ("model", "np", "batch", "steps", "rounds")},
         figures={
             "milliseconds_per_step": milliseconds,
+            "cpu_milliseconds_per_step": processor,
             "ratios": {name: dataclasses.asdict(r) for name, r in ratios.items()},
+            "cpu_ratios": {name: dataclasses.asdict(r) for name, r in processor_ratios.items()},
         },
     )
     return 0
@@ -124,7 +133,7 @@ def ratios_of(times: Mapping[str, Sequence[float]]) -> dict[str, Ratio]:
     }
 
 
-def _measure(names: Sequence[str], options: argparse.Namespace) -> dict[str, list[float]]:
+def _measure(names: Sequence[str], options: argparse.Namespace) -> dict[str, list[list[dict[str, Any]]]]:
     report.introduce("fit")
     with closing_all([]) as worlds:
         for name in names:
@@ -135,11 +144,7 @@ def _measure(names: Sequence[str], options: argparse.Namespace) -> dict[str, lis
         answers = take_turns(worlds, {}, rounds=options.rounds)
         for world, rounds in zip(worlds, answers, strict=True):
             check_trained(world.name, rounds)
-    # All ranks of a world end a block together, but for noise; the last one counts.
-    return {
-        name: [max(answer["seconds"] for answer in one) for one in rounds]
-        for name, rounds in zip(names, answers, strict=True)
-    }
+    return dict(zip(names, answers, strict=True))
 
 
 def check_trained(name: str, rounds: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -176,17 +181,18 @@ def _start(name: str, options: argparse.Namespace) -> World:
     )
 
 
-def _step_table(milliseconds: Mapping[str, Sequence[float]]) -> str:
+def _step_table(milliseconds: Mapping[str, Sequence[float]], cpu: Mapping[str, Sequence[float]]) -> str:
     rows = [
         [
             CONTENDERS[name].label,
             f"{statistics.median(rounds):.1f}",
             f"{min(rounds):.1f}",
             f"{max(rounds):.1f}",
+            f"{statistics.median(cpu[name]):.1f}",
         ]
         for name, rounds in milliseconds.items()
     ]
-    return table(["ms a step", "median", "least", "most"], rows)
+    return table(["ms a step", "median", "least", "most", "CPU of a rank"], rows)
 
 
 def _parser() -> argparse.ArgumentParser:

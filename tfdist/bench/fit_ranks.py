@@ -97,6 +97,19 @@ def _fingerprint(model: Any) -> str:
     return hashlib.sha256(b"".join(weights.tobytes() for weights in model.get_weights())).hexdigest()
 
 
+class _Clock:
+    """Time since it was made: of the wall, and of the processor in all threads of this process."""
+
+    def __init__(self) -> None:
+        self._wall, self._processor = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        return {
+            "seconds": time.perf_counter() - self._wall,
+            "cpu": time.process_time() - self._processor,
+        }
+
+
 # --- fit() ---
 
 
@@ -106,15 +119,15 @@ def _fit(keras: Any, model: Any, dataset: Any, channel: Channel, options: dict[s
     class Turns(keras.callbacks.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.start, self.prepared = 0.0, False
+            self.clock, self.prepared = _Clock(), False
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.start = time.perf_counter()
+            self.clock = _Clock()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            seconds = time.perf_counter() - self.start
+            times = self.clock.read()
             if self.prepared:
-                channel.answer(_report(seconds, self.model))
+                channel.answer({**times, "weights": _fingerprint(self.model)})
             else:
                 self.prepared = True
                 channel.ready()
@@ -123,10 +136,6 @@ def _fit(keras: Any, model: Any, dataset: Any, channel: Channel, options: dict[s
 
     endless = 1_000_000
     model.fit(dataset, epochs=endless, steps_per_epoch=options["steps"], verbose=0, callbacks=[Turns()])
-
-
-def _report(seconds: float, model: Any) -> dict[str, Any]:
-    return {"seconds": seconds, "weights": _fingerprint(model)}
 
 
 def _alone(channel: Channel, options: dict[str, Any]) -> None:
@@ -221,18 +230,18 @@ def _by_hand(channel: Channel, options: dict[str, Any]) -> None:
 
     iterator = iter(_dataset(channel.rank, options))
 
-    def block() -> float:
-        start = time.perf_counter()
+    def block() -> dict[str, float]:
+        clock = _Clock()
         mean.reset_state()
         for _ in range(options["steps"]):
             step(iterator)
         float(mean.result())
-        return time.perf_counter() - start
+        return clock.read()
 
     block()
     channel.ready()
     for _ in channel.requests():
-        channel.answer(_report(block(), model))
+        channel.answer({**block(), "weights": _fingerprint(model)})
 
 
 _CONTENDERS: dict[str, Callable[[Channel, dict[str, Any]], None]] = {

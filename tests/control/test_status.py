@@ -43,6 +43,16 @@ def test_section_is_left_by_an_exception(rendezvous: str) -> None:
         assert plane.status()[0].inside == ()
 
 
+def test_status_of_a_rank_that_left_is_its_last(rendezvous: str) -> None:
+    with open_world(2, rendezvous) as planes:
+        with planes[1].section("step 4"):
+            planes[0].status()
+        planes[1].close()
+        wait_for(lambda: not planes[0].status()[1].alive)
+        status = planes[0].status()[1]
+        assert (status.section, status.state) == ("step 4", "left")
+
+
 def test_diagnose_names_those_who_are_elsewhere(rendezvous: str) -> None:
     with open_world(3, rendezvous) as planes, contextlib.ExitStack() as sections:
         for plane, what in zip(planes, ["step 7", "save", "step 7"], strict=True):

@@ -117,6 +117,9 @@ def test_byte_by_byte_gives_the_same() -> None:
         b"BaseCollectiveExecutor::StartAbort UNAVAILABLE: Rank 1 (host vm, pid 6064) ended early: ValueError",
         b"E0000 00:00:1795986192.356436    6428 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: "
         b"Collective ops is aborted by: Rank 1 (host vm, pid 6064) ended early: ValueError",
+        b"Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling "
+        b"/tensorflow.WorkerService/RecvBuf:",
+        b':UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}',
         b"The error could be from a previous operation. Restart your program to reset. [type.googleapis.com/"
         b"tensorflow.DerivedStatus='']",
     ],

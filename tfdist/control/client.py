@@ -134,6 +134,8 @@ class ControlClient:
                 return
             self._closing = True
         self._fail_requests(errors.NotInitializedError(_CLOSED))
+        if self._thread.is_alive():
+            self._tell_sections({"type": "heartbeat"})  # those who wait for this rank hear how far it came
         # Another thread may be stuck in a large message; then only hanging up helps.
         if self._thread.is_alive() and self._send_lock.acquire(timeout=_GOODBYE_PATIENCE):
             try:

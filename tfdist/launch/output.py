@@ -26,7 +26,8 @@ _LOG_START = re.compile(
 # What TensorFlow says at every start whatever TF_CPP_MIN_LOG_LEVEL is (seen on 2.21, where levels 1 to 3
 # make no difference to absl's notice and to oneDNN's line): information, CUDA libraries registered twice
 # inside its own binary, and machines that have no CUDA driver at all. Then what an aborted collective logs,
-# once or twice per rank: it repeats the rank's exception, and advises a "reset" that does not help here.
+# on several lines, once or twice per rank: it repeats the rank's exception, and advises a "reset" that does
+# not help here.
 _NOISE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     rb"|(I\d{4} [\d:.]+ +\d+|[\d-]+ [\d:.]+: I) \S+\.(cc|cpp|cu|h):\d+\] "
@@ -36,6 +37,8 @@ _NOISE = re.compile(
     rb"|failed call to cuInit: .*UNKNOWN ERROR \(303\)"
     rb"|BaseCollectiveExecutor::StartAbort |Aborting \w+ with )"
     rb"|To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler flags"
+    rb"|Additional GRPC error information from remote target /job:"
+    rb"|:UNKNOWN:Error received from peer +\{grpc_message:"
     rb"|The error could be from a previous operation\. Restart your program to reset\."
 )
 _TRACEBACK = re.compile(rb"(  \+ Exception Group )?Traceback \(most recent call last\):")

@@ -220,7 +220,10 @@ def translate(error: BaseException, *, waiting_for: str = "the collective") -> B
             f"(then raise `tfdist.init(timeout=...)`).{diagnosis}"
         )
     if isinstance(error, tf.errors.UnavailableError) or "Connection" in text or "has been shut down" in text:
-        return PeerLostError(f"{where}. A rank ended or its connection broke.{diagnosis}")
+        return PeerLostError(
+            f"rank {current.spec.rank}: {waiting_for!r} can't complete, because a rank ended or its connection "
+            f"broke.{diagnosis}\n(The {current.engine.name} engine said: {summary})"
+        )
     return CollectiveError(f"{where}.{diagnosis}")
 
 

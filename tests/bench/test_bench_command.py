@@ -123,7 +123,7 @@ def test_threads_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bandwidth_table() -> None:
-    bandwidths = allreduce.bandwidths_of({"x": {1 << 30: [0.5, 1.0, 9.0]}, "y": {1 << 30: [2.0]}}, ranks=4)
+    bandwidths = allreduce.bandwidths_of({"x": {1 << 30: [1.5, 1.0, 9.0]}, "y": {1 << 30: [2.0]}}, ranks=4)
     lines = allreduce.bandwidth_table(bandwidths).splitlines()
     assert [cell.strip() for cell in lines[2].strip("|").split("|")] == ["1 GB", "1.61", "0.805"]
 

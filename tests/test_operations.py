@@ -40,7 +40,10 @@ def test_before_init() -> None:
         (lambda: tfdist.allreduce(tf.constant(1.0), name=3), r"received 3"),
         (lambda: tfdist.allgather(tf.constant(1.0)), r"at least 1.*Reshape"),
         (lambda: tfdist.allgather(tf.constant(["a"])), r"received string.*allgather_object"),
-        (lambda: tfdist.broadcast(tf.constant(1.0), 1), r"root_rank must be one of the ranks \[0\]; received 1"),
+        (
+            lambda: tfdist.broadcast(tf.constant(1.0), 1),
+            r"root_rank must be one of the ranks \[0\]; received 1",
+        ),
         (lambda: tfdist.reduce(tf.constant(1.0), -1), r"received -1"),
         (lambda: tfdist.reducescatter(tf.constant(1.0)), r"at least 1"),
         (lambda: tfdist.alltoall(tf.zeros([3]), splits=[2]), r"received \[2\] on rank 0"),

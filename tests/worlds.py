@@ -152,7 +152,7 @@ class World:
         """As `call`, but errors are returned; only a hang raises."""
         if self.broken:
             raise WorldError(f"{self} was ended by an earlier call:\n{self._end}")
-        name = f"{function.__module__}:{function.__qualname__}"
+        name = f"{_importable_module(function)}:{function.__qualname__}"
         for rank, channel in enumerate(self._channels):
             send(channel, (name, tuple(each[rank]) if each is not None else arguments))
         return self._collect(timeout, what=name)
@@ -222,9 +222,7 @@ class World:
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout
         while len(outcomes) < self.size:
-            waiting = {
-                channel: rank for rank, channel in enumerate(self._channels) if rank not in outcomes
-            }
+            waiting = {channel: rank for rank, channel in enumerate(self._channels) if rank not in outcomes}
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.broken = True
@@ -261,6 +259,14 @@ class World:
                 lines = (self._folder / f"output.{number}").read_text(errors="replace").splitlines()[-40:]
                 texts.append("\n".join([f"--- output of rank {number} ---", *lines]))
         return "\n".join(texts)
+
+
+def _importable_module(function: Callable[..., Any]) -> str:
+    """Module under which a rank can import the function: pytest imports test files by their bare names."""
+    path = Path(function.__code__.co_filename)
+    if not path.is_relative_to(ROOT):
+        return function.__module__
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def on(*worlds: tuple[str, int]) -> pytest.MarkDecorator:

@@ -124,7 +124,7 @@ class GradientReducer:
                     )
                     for i, value in zip(chosen, values, strict=True):
                         reduced[i] = value
-        return graph_watch.leave(reduced) if watched else reduced
+        return graph_watch.leave(name, reduced) if watched else reduced
 
     def _buckets(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
         sizes = [_bytes(gradient) for gradient in gradients]

@@ -36,13 +36,13 @@ def enter(what: str, tensors: Sequence[Any]) -> tuple[list[Any], bool]:
     return _after(tf.numpy_function(told, [], tf.int32), tensors), True
 
 
-def leave(tensors: Sequence[Any]) -> list[Any]:
-    """Makes the graph tell the watchdog that the collective which gave `tensors` is over."""
+def leave(what: str, tensors: Sequence[Any]) -> list[Any]:
+    """Makes the graph tell the watchdog that the collective `what`, which gave `tensors`, is over."""
     watchdog = world.current().watchdog
     assert watchdog is not None
 
     def told() -> np.ndarray[Any, Any]:
-        watchdog.leave()
+        watchdog.leave(what)
         return np.int32(0)  # type: ignore[return-value]
 
     with tf.control_dependencies([_dense(tensor) for tensor in tensors if tensor is not None]):

@@ -71,7 +71,12 @@ def engine_primitives() -> dict[str, Any]:
     engine, group, rank, size = current.engine, current.everyone, tfdist.rank(), tfdist.size()
     engine.start()
     engine.start()
-    mixed = [tf.fill([3], float(rank)), tf.constant(rank, tf.int64), tf.zeros([0, 2]), tf.fill([2, 2], rank + 0.5)]
+    mixed = [
+        tf.fill([3], float(rank)),
+        tf.constant(rank, tf.int64),
+        tf.zeros([0, 2]),
+        tf.fill([2, 2], rank + 0.5),
+    ]
     results: dict[str, Any] = {"allreduce": engine.allreduce(mixed, ReduceOp.SUM, name="a", group=group)}
     rows = tf.fill([rank + 1, 2], rank)
     results["allgather"] = engine.allgather(rows, name="b", group=group)
@@ -79,7 +84,10 @@ def engine_primitives() -> dict[str, Any]:
         rows, name="c", group=group, lengths=[other + 1 for other in range(size)]
     )
     results["broadcast"] = engine.broadcast(
-        [tf.fill([2], rank), tf.constant(rank == size - 1), tf.fill([0], 1.0)], size - 1, name="d", group=group
+        [tf.fill([2], rank), tf.constant(rank == size - 1), tf.fill([0], 1.0)],
+        size - 1,
+        name="d",
+        group=group,
     )
     results["alltoall"] = engine.alltoall(
         tf.fill([size * 2], rank), tf.fill([size], 2), name="e", group=group
@@ -175,7 +183,9 @@ def grouped_mixture() -> list[np.ndarray]:
 def compressed(kind: str) -> tuple[str, np.ndarray, int]:
     """All-reduce in 16 bits of a float and of an integer."""
     compression = getattr(tfdist.Compression, kind)
-    result = tfdist.allreduce(tf.constant([1.0, 2.0]) * (tfdist.rank() + 1), op=tfdist.Sum, compression=compression)
+    result = tfdist.allreduce(
+        tf.constant([1.0, 2.0]) * (tfdist.rank() + 1), op=tfdist.Sum, compression=compression
+    )
     whole = tfdist.allreduce(tf.constant(100_000), op=tfdist.Sum, compression=compression)
     return result.dtype.name, result.numpy(), int(whole)
 

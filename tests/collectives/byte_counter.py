@@ -24,7 +24,8 @@ def bytes_sent() -> int:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as duplicate:
-                if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
+                over_ip = duplicate.family in (socket.AF_INET, socket.AF_INET6)
+                if not over_ip or duplicate.type != socket.SOCK_STREAM:
                     continue
                 info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 if info[0] == _ESTABLISHED:

@@ -112,7 +112,9 @@ class Case:
                 assert np.array_equal(result, expected), f"{self} rank {rank}: {result}, not {expected}"
             else:
                 difference = np.abs(result.astype(np.float64) - expected.astype(np.float64))
-                assert np.all(difference <= self.tolerance(size)), f"{self} rank {rank}: {result}, not {expected}"
+                assert np.all(difference <= self.tolerance(size)), (
+                    f"{self} rank {rank}: {result}, not {expected}"
+                )
         if self.kind == "allreduce":
             assert len({result.tobytes() for result in results}) == 1, f"{self}: ranks differ"
 
@@ -134,7 +136,13 @@ def combine(op: str, tensors: list[np.ndarray]) -> np.ndarray:
         return functools.reduce(logical, [tensor != 0 for tensor in tensors]).astype(dtype)
     wide = dtype if dtype.kind in "iu" else np.dtype(np.float64)
     values = [tensor.astype(wide) for tensor in tensors]
-    functions = {"Sum": np.add, "Average": np.add, "Min": np.minimum, "Max": np.maximum, "Product": np.multiply}
+    functions = {
+        "Sum": np.add,
+        "Average": np.add,
+        "Min": np.minimum,
+        "Max": np.maximum,
+        "Product": np.multiply,
+    }
     result = functools.reduce(functions[op], values)
     if op == "Average":
         result = result / len(tensors)

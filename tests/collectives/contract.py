@@ -106,14 +106,16 @@ class Contract:
         + [(kind, op) for kind in ("reduce", "reducescatter") for op in ("Sum", "Average")]
         + [("allgather", ""), ("broadcast", ""), ("alltoall", "")],
     )
-    def test_gradient_is_that_of_the_summed_losses(
-        self, world: World, kind: str, op: str, mode: str
-    ) -> None:
+    def test_gradient_is_that_of_the_summed_losses(self, world: World, kind: str, op: str, mode: str) -> None:
         ranks = world.call(bodies.gradients, kind, op, mode)
         inputs, weights, gradients = zip(*ranks, strict=True)
         for rank in range(world.size):
             expected = numeric_gradient(kind, op, list(inputs), list(weights), rank)
-            assert np.allclose(gradients[rank], expected, rtol=1e-3, atol=2e-2), (rank, gradients[rank], expected)
+            assert np.allclose(gradients[rank], expected, rtol=1e-3, atol=2e-2), (
+                rank,
+                gradients[rank],
+                expected,
+            )
 
     def test_second_gradient(self, world: World) -> None:
         results = world.call(bodies.second_gradient)
@@ -216,5 +218,3 @@ def numeric_gradient(
         moved[place] = step
         gradient[place] = (loss(start + moved) - loss(start - moved)) / (2 * step)
     return gradient
-
-

@@ -42,7 +42,9 @@ def test_alone_is_always_single(backend: str) -> None:
 
 
 def test_horovod_that_a_rank_lacks_is_an_error_with_the_fix() -> None:
-    with pytest.raises(BackendUnavailableError, match=r"rank 1: Horovod is not installed.*tfdist build-horovod"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"rank 1: Horovod is not installed.*tfdist build-horovod"
+    ):
         choose("horovod", facts("horovod", ""), facts("horovod"))
 
 

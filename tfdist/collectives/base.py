@@ -152,10 +152,10 @@ class Engine(abc.ABC):
             The rows `split_rows` gives to this rank.
         """
 
-    def register(self, group: Group) -> None:
+    def register(self, group: Group) -> None:  # noqa: B027 - most engines need nothing
         """Tells the engine about a new group; every rank of the world calls it, in the same order."""
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: Group) -> None:  # noqa: B027 - most engines need nothing
         """Ends a group; every rank of the world calls it, in the same order."""
 
 

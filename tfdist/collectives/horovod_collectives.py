@@ -115,7 +115,7 @@ class HorovodCollectives(Engine):
                 op=self._constants[op],
                 **self._common(group),
             )
-            for place, result in zip(places, reduced):
+            for place, result in zip(places, reduced, strict=True):
                 original = tensors[place]
                 results[place] = tf.ensure_shape(tf.cast(result, original.dtype), original.shape)
         return results

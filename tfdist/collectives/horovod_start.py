@@ -105,7 +105,8 @@ def start_horovod(
     except Exception as error:
         runtime.stop()
         raise BackendUnavailableError(
-            f'rank {spec.rank}: Horovod does not start with {controller}: {error}. Use `backend="tf"`, or rebuild it '
+            f"rank {spec.rank}: Horovod does not start with {controller}: {error}. "
+            'Use `backend="tf"`, or rebuild it '
             "with `tfdist build-horovod`."
         ) from error
     seen = (mpi_ops.rank(), mpi_ops.size())

@@ -126,7 +126,7 @@ class TfCollectives(Engine):
                     name=f"{name} {dtype.name} {number}",
                     group=group,
                 )
-                for place, result in zip(members, merged):
+                for place, result in zip(members, merged, strict=True):
                     results[place] = result
         return results
 
@@ -179,7 +179,8 @@ class TfCollectives(Engine):
             packed = words[0] if len(words) == 1 else tf.concat(words, 0)
             key = self._keys.instance(group, f"broadcast {name} {number} root {root} {total}")
             received = self._send_or_receive(packed, total, key, root, group)
-            for i, part in zip(bucket, tf.split(received, [sizes[i] for i in bucket])):
+            parts = tf.split(received, [sizes[i] for i in bucket])
+            for i, part in zip(bucket, parts, strict=True):
                 tensor = tensors[fixed[i]]
                 flat = from_words(part, tensor.dtype, static_size(tensor))
                 results[fixed[i]] = tf.reshape(flat, tensor.shape)

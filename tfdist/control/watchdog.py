@@ -9,6 +9,7 @@ are in. Only if one of them is somewhere else is this a stall: a step may rightl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 import time
@@ -17,6 +18,16 @@ from collections.abc import Callable, Iterator
 from tfdist.control.diagnosis import explain_missing, guess_missing
 from tfdist.control.plane import ControlPlane
 from tfdist.errors import CollectiveTimeoutError, TfdistError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    """Something this rank is in: the section's name, since when, the open section, whether to print a stall."""
+
+    label: str
+    since: float
+    section: contextlib.ExitStack
+    printing: bool
 
 
 class Watchdog:
@@ -32,10 +43,9 @@ class Watchdog:
         self._control = control
         self._abort = abort
         self._timeout = timeout
-        self._waiting: tuple[str, float] | None = None
-        self._section = contextlib.ExitStack()
+        self._inside: dict[str, _Wait] = {}
         self._counts: dict[str, int] = {}
-        self._printing = False
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.error: CollectiveTimeoutError | None = None
@@ -43,11 +53,11 @@ class Watchdog:
     @contextlib.contextmanager
     def watch(self, what: str) -> Iterator[None]:
         """Marks that this rank is in `what`, where every rank must come within the bound."""
-        self._enter(what)
+        self._enter(what, what, printing=False)
         try:
             yield
         finally:
-            self.leave()
+            self.leave(what)
 
     def enter_again(self, what: str) -> None:
         """Enters what is entered many times; the ranks' k-th times belong together. `leave` ends it.
@@ -55,25 +65,31 @@ class Watchdog:
         No Python code of tfdist stands around it to explain the engine's error, so a stall is also printed.
         """
         count = self._counts[what] = self._counts.get(what, 0) + 1
-        self._enter(f"{what}, time {count}")
-        self._printing = True
+        self._enter(what, f"{what}, time {count}", printing=True)
 
-    def leave(self) -> None:
-        """Stops the clock."""
-        self._waiting, self._printing = None, False
-        self._section.close()
+    def leave(self, what: str) -> None:
+        """Stops the clock of `what`; others, in flight at the same time, go on."""
+        with self._lock:
+            wait = self._inside.pop(what, None)
+        if wait is not None:
+            wait.section.close()
 
     @property
     def watching(self) -> bool:
         """Whether this rank is in something that is watched."""
-        return self._waiting is not None
+        return bool(self._inside)
 
-    def _enter(self, what: str) -> None:
-        self._section.enter_context(self._control.section(what))
-        self._waiting = (what, time.monotonic())
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tfdist-watchdog", daemon=True)
-            self._thread.start()
+    def _enter(self, what: str, label: str, *, printing: bool) -> None:
+        section = contextlib.ExitStack()
+        section.enter_context(self._control.section(label))
+        with self._lock:
+            before = self._inside.get(what)
+            self._inside[what] = _Wait(label, time.monotonic(), section, printing)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tfdist-watchdog", daemon=True)
+                self._thread.start()
+        if before is not None:
+            before.section.close()
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -83,23 +99,25 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._ended.wait(min(1.0, self._timeout / 10)) and self.error is None:
-            waiting = self._waiting
-            if waiting is not None and time.monotonic() - waiting[1] > self._timeout:
-                self._examine(*waiting)
+            with self._lock:
+                waits = list(self._inside.items())
+            for what, wait in waits:
+                if time.monotonic() - wait.since > self._timeout and self.error is None:
+                    self._examine(what, wait)
 
-    def _examine(self, what: str, since: float) -> None:
+    def _examine(self, what: str, wait: _Wait) -> None:
         everyone = list(range(self._control.spec.size))
         try:
             statuses = self._control.status()
         except TfdistError:
             return  # the channel has failed, and tells everybody itself
-        missing = guess_missing(statuses, what, everyone)
-        if not missing or self._waiting != (what, since):
+        missing = guess_missing(statuses, wait.label, everyone)
+        if not missing or self._inside.get(what) is not wait:
             return
         text = explain_missing(
-            statuses, waiting_for=what, ranks=everyone, missing=missing, waited=self._timeout
+            statuses, waiting_for=wait.label, ranks=everyone, missing=missing, waited=self._timeout
         )
         self.error = CollectiveTimeoutError(text)
-        if self._printing:
+        if wait.printing:
             print(f"tfdist: {text}", file=sys.stderr, flush=True)
         self._abort(text)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tfdist import world
+from tfdist import graph_watch, world
 from tfdist.collectives.base import Group
 from tfdist.errors import (
     CollectiveError,
@@ -153,6 +153,27 @@ def running(call: Call) -> Iterator[None]:
         if explained is error:
             raise
         raise explained from error
+
+
+def run_engine(
+    call: Call, inputs: Sequence[Any], work: Callable[[Sequence[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Runs the engine's part of a call: bounded, explained, and never pruned.
+
+    Args:
+        call: from `begin`.
+        inputs: tensors for the engine.
+        work: calls the engine with them and returns its results.
+    """
+    with running(call):
+        # In a graph the engine bounds its waits itself, except Horovod, which is watched instead.
+        watched = False
+        if call.payloads is None and world.current().engine.name == "horovod":
+            inputs, watched = graph_watch.enter(call.name, inputs)
+        outputs = list(work(inputs))
+        if watched:
+            outputs = graph_watch.leave(call.name, outputs)
+    return keep(call, outputs)
 
 
 def keep(call: Call, outputs: Sequence[Any]) -> list[Any]:

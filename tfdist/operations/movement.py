@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist import world
 from tfdist.errors import TfdistError
-from tfdist.operations.agreement import begin, describe_shape, keep, running, uncompiled
+from tfdist.operations.agreement import begin, describe_shape, run_engine, uncompiled
 from tfdist.operations.reductions import (
     Sum,
     allreduce,
@@ -113,12 +113,15 @@ def grouped_allgather(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(*inputs: Any) -> Any:
-        with running(call):
-            outputs = [
+        outputs = run_engine(
+            call,
+            inputs,
+            lambda sent: [
                 engine.allgather(x, name=f"{call.name}.{i}", group=call.group, lengths=lengths[i])
-                for i, x in enumerate(inputs)
-            ]
-        return keep(call, outputs), lambda *upstream: differentiate(inputs, upstream, outputs, backward)
+                for i, x in enumerate(sent)
+            ],
+        )
+        return outputs, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
     return list(run(*values))
 
@@ -201,9 +204,10 @@ def grouped_broadcast(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(*inputs: Any) -> Any:
-        with running(call):
-            outputs = engine.broadcast(inputs, root_rank, name=call.name, group=call.group)
-        return keep(call, outputs), lambda *upstream: differentiate(inputs, upstream, outputs, backward)
+        outputs = run_engine(
+            call, inputs, lambda sent: engine.broadcast(sent, root_rank, name=call.name, group=call.group)
+        )
+        return outputs, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
     return list(run(*values))
 
@@ -255,10 +259,11 @@ def alltoall(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(rows: Any, sizes: Any) -> Any:
-        with running(call):
-            received, sources = keep(
-                call, engine.alltoall(rows, sizes, name=call.name, group=call.group)
-            )
+        received, sources = run_engine(
+            call,
+            [rows, sizes],
+            lambda sent: engine.alltoall(sent[0], sent[1], name=call.name, group=call.group),
+        )
 
         def gradient(upstream: Any, _: Any) -> Any:
             if not rows.dtype.is_floating:
@@ -317,8 +322,8 @@ def _splits_of(value: Any, splits: Any, ranks: int) -> Any:
     if splits is None:
         if rows is not None and rows % ranks:
             raise TfdistError(
-                f"alltoall without splits needs a number of rows that {ranks} ranks divide; received {rows} on rank "
-                f"{world.rank()}. Pass splits."
+                f"alltoall without splits needs a number of rows that {ranks} ranks divide; received {rows} on "
+                f"rank {world.rank()}. Pass splits."
             )
         total = tf.shape(value)[0]
         return tf.fill([ranks], total // ranks)
@@ -332,8 +337,8 @@ def _splits_of(value: Any, splits: Any, ranks: int) -> Any:
         listed = counts.numpy().tolist()
         if min(listed) < 0 or sum(listed) != rows:
             raise TfdistError(
-                f"alltoall: splits must be at least 0 and add up to the number of rows, {rows}; received {listed} on "
-                f"rank {world.rank()}."
+                f"alltoall: splits must be at least 0 and add up to the number of rows, {rows}; received {listed} "
+                f"on rank {world.rank()}."
             )
     return tf.ensure_shape(counts, [ranks])
 

@@ -17,7 +17,7 @@ from tfdist import world
 from tfdist.collectives.base import Group, ReduceOp, split_rows
 from tfdist.compression import Compression
 from tfdist.errors import BackendUnavailableError, TfdistError
-from tfdist.operations.agreement import Call, begin, describe, keep, running, uncompiled
+from tfdist.operations.agreement import Call, begin, describe, run_engine, uncompiled
 from tfdist.process_sets import ProcessSet, global_process_set
 
 Sum = ReduceOp.SUM
@@ -170,8 +170,8 @@ def grouped_allreduce(
     for i in sparse:
         if prescale_factor != 1.0 or postscale_factor != 1.0:
             raise TfdistError(
-                f"{_kind} of IndexedSlices takes no scale factors; received {prescale_factor} and {postscale_factor}. "
-                "Multiply the values yourself."
+                f"{_kind} of IndexedSlices takes no scale factors; received {prescale_factor} and "
+                f"{postscale_factor}. Multiply the values yourself."
             )
         part = name if name is None or len(tensors) == 1 else f"{name}.{i}"
         with _on_device(device_sparse):
@@ -323,7 +323,8 @@ def resolve_op(op: Any, average: bool | None) -> ReduceOp:
     """The operation that `op` and Horovod's old `average` ask for."""
     if op is not None and average is not None:
         raise TfdistError(
-            f"Give op= or average=, not both; received op={op} and average={average}. `average` is Horovod's old form."
+            f"Give op= or average=, not both; received op={op} and average={average}. `average` is "
+            "Horovod's old form."
         )
     if average is not None:
         return Average if average else Sum
@@ -403,8 +404,7 @@ def _reduce(
 
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(*inputs: Any) -> Any:
-        with running(call):
-            outputs = keep(call, _combine(inputs, op, call.name, call.group))
+        outputs = run_engine(call, inputs, lambda sent: _combine(sent, op, call.name, call.group))
         results = outputs if here else [tf.zeros_like(output) for output in outputs]
         return results, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
@@ -419,9 +419,8 @@ def differentiate(
     results: list[Any] = [None] * len(inputs)
     if places:
         given = [tf.convert_to_tensor(upstream[i]) for i in places]
-        for i, result in zip(
-            places, backward(given, [inputs[i] for i in places], [outputs[i] for i in places])
-        ):
+        found = backward(given, [inputs[i] for i in places], [outputs[i] for i in places])
+        for i, result in zip(places, found, strict=True):
             results[i] = result
     return results
 
@@ -486,20 +485,21 @@ def _scatter(tensors: Sequence[Any], op: ReduceOp, name: str | None, process_set
         gathered = [tf.ensure_shape(g, x.shape) for g, x in zip(gathered, inputs, strict=True)]
         return [_scale(tensor, 1 / call.group.size) for tensor in gathered] if op is Average else gathered
 
+    def scatter(inputs: Sequence[Any]) -> list[Any]:
+        outputs = []
+        for i, tensor in enumerate(inputs):
+            sent = _prepare(tensor, op, engine.native_dtypes)
+            part = engine.reducescatter(sent, _native(op), name=f"{call.name}.{i}", group=call.group)
+            if tensor.shape[0] is not None:
+                rows = split_rows(tensor.shape[0], call.group.size)[position]
+                part = tf.ensure_shape(part, [rows, *tensor.shape[1:]])
+            outputs.append(_finish(part, op, tensor.dtype, call.group))
+        return outputs
+
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(*inputs: Any) -> Any:
-        outputs = []
-        with running(call):
-            for i, tensor in enumerate(inputs):
-                sent = _prepare(tensor, op, engine.native_dtypes)
-                part = engine.reducescatter(sent, _native(op), name=f"{call.name}.{i}", group=call.group)
-                rows = tensor.shape[0]
-                if rows is not None:
-                    part = tf.ensure_shape(
-                        part, [split_rows(rows, call.group.size)[position], *tensor.shape[1:]]
-                    )
-                outputs.append(_finish(part, op, tensor.dtype, call.group))
-        return keep(call, outputs), lambda *upstream: differentiate(inputs, upstream, outputs, backward)
+        outputs = run_engine(call, inputs, scatter)
+        return outputs, lambda *upstream: differentiate(inputs, upstream, outputs, backward)
 
     return list(run(*tensors))
 

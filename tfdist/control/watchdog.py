@@ -1,9 +1,10 @@
 """Bounds waits inside an engine that has no bound of its own.
 
-A rank waits inside the engine, in a graph, where no Python code runs. Horovod's own stall shutdown would be
-the natural bound, but it never fired when measured (0.28.1, Gloo, stalls of ten times its setting). So a thread
-looks at what this rank is in; once that has lasted longer than the world's bound, it asks what the other ranks
-are in. Only if one of them is somewhere else is this a stall: a step may rightly take long on all ranks.
+A rank waits inside the engine, in a graph, where no Python code runs. The engines' own bounds don't serve:
+Horovod's stall shutdown never fired when measured (0.28.1, Gloo, stalls of four times its setting), and
+TensorFlow's `timeout_seconds` keeps two threads per collective asleep until it passes. So a thread looks at what
+this rank is in; once that has lasted longer than the world's bound, it asks what the other ranks are in. Only if
+one of them is somewhere else is this a stall: a step may rightly take long on all ranks.
 """
 
 from __future__ import annotations

@@ -166,9 +166,9 @@ def run_engine(
         work: calls the engine with them and returns its results.
     """
     with running(call):
-        # In a graph the engine bounds its waits itself, except Horovod, which is watched instead.
+        # An eager call has met its peers already; in a graph no engine bounds its waits.
         watched = False
-        if call.payloads is None and world.current().engine.name == "horovod":
+        if call.payloads is None:
             inputs, watched = graph_watch.enter(call.name, inputs)
         outputs = list(work(inputs))
         if watched:

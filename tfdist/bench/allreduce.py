@@ -12,11 +12,11 @@ from tfdist.bench.engines import ENGINES, EngineWorld, available_engines, select
 from tfdist.bench.figures import bus_bandwidth, describe_size, parse_size, table
 from tfdist.bench.limits import copy_bandwidth, tcp_bandwidth
 from tfdist.bench.machine import free_memory, load
-from tfdist.bench.worlds import World, closing_all, take_turns
+from tfdist.bench.worlds import World, closing_all
 from tfdist.errors import TfdistError
 
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB
-_TURN = 0.3  # seconds that one turn should take
+_TURN = 0.15  # seconds that one turn should take
 _MOST_REPEATS = 300
 _MEMORY_OF_A_RANK = 600 << 20  # TensorFlow, and an engine's buffers
 
@@ -111,12 +111,13 @@ def _measure(engines: Sequence[EngineWorld], size: int, options: argparse.Namesp
             print(f"starting: {engine.label}, {size} ranks", flush=True)
             worlds.append(engine.start(size, timeout=options.timeout))
         print(f"{options.rounds} rounds, load {load():.1f}", flush=True)
-        for number in options.sizes:
-            repeats = [_repeats(world, number) for world in worlds]
-            for _ in range(options.rounds):
-                for engine, world, repeat in zip(engines, worlds, repeats, strict=True):
-                    request = {"bytes": number, "repeat": repeat, "mode": "graph"}
-                    [[answers]] = take_turns([world], request, rounds=1)
+        repeats = {(world, number): _repeats(world, number) for number in options.sizes for world in worlds}
+        # All sizes in every round: what disturbs the machine for a while then spoils one round of each size
+        # rather than all rounds of one.
+        for _ in range(options.rounds):
+            for number in options.sizes:
+                for engine, world in zip(engines, worlds, strict=True):
+                    answers = world.turn({"bytes": number, "repeat": repeats[world, number], "mode": "graph"})
                     # The slowest rank has waited for nobody: its time is the collective's.
                     seconds[engine.label].setdefault(number, []).append(max(answers))
     return seconds
@@ -140,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-np", "--np", nargs="+", type=report.at_least(2), default=[2, 4], metavar="N", help="ranks (2 4)")
     add("--sizes", nargs="+", type=_size, default=list(_SIZES), metavar="K", help="1KB to 256MB by default")
-    add("--rounds", type=report.at_least(1), default=7, metavar="R", help="rounds at each size (7)")
+    add("--rounds", type=report.at_least(1), default=9, metavar="R", help="rounds (9)")
     add("--plot", type=pathlib.Path, metavar="FILE", help="draw the figures into FILE (.png, .svg, .pdf)")
     add("--only", nargs="+", choices=ENGINES, metavar="ENGINE", help=f"of {', '.join(ENGINES)}")
     return parser

@@ -238,7 +238,7 @@ def process_sets() -> dict[str, Any]:
         results["error"] = str(error)
     results["all"] = float(tfdist.allreduce(tf.constant(1.0), op=tfdist.Sum))
     try:
-        tfdist.add_process_set(own)
+        tfdist.add_process_set(even)
     except tfdist.TfdistError as error:
         results["twice"] = str(error)
     results["removed"] = (tfdist.remove_process_set(even), tfdist.remove_process_set(odd), odd.process_set_id)
@@ -473,3 +473,17 @@ def dies(rank: int, mode: str) -> str:
         explained = operations.translate(error)
         return f"{type(explained).__name__}: {explained}"
     return "no error"
+
+
+def results_by_rank() -> dict[str, list[int]]:
+    """Results whose order is that of ranks, for the world and for a process set on both sides of rank 10."""
+    rank, size = tfdist.rank(), tfdist.size()
+    some = tfdist.add_process_set([1, 2, 9, 10])
+    results = {
+        "gather": tfdist.allgather(tf.fill([rank % 3 + 1], rank)),
+        "alltoall": tfdist.alltoall(tf.range(size) + 100 * rank),
+        "scatter": tfdist.reducescatter(tf.range(size, dtype=tf.float32)),
+    }
+    if some.included():
+        results["some"] = tfdist.allgather(tf.constant([rank]), process_set=some)
+    return {name: result.numpy().tolist() for name, result in results.items()}

@@ -56,6 +56,22 @@ def context_exists() -> bool:
     return context.context()._context_handle is not None
 
 
+def first_task(size: int) -> int:
+    """TensorFlow's task number of rank 0; the others follow.
+
+    TensorFlow sorts the members of a collective by their names as text, in which task 10 comes before task 2. With
+    numbers of equal length that is the order of ranks, in which results of gathers must be.
+
+    Example:
+        >>> first_task(10), first_task(11), first_task(90), first_task(91)
+        (0, 10, 10, 100)
+    """
+    first = 10
+    while 9 * first < size:
+        first *= 10
+    return 0 if size <= 10 else first
+
+
 def configure_server(addresses: Sequence[str], *, rank: int) -> None:
     """Stores the cluster in TensorFlow's context; the server starts with the context.
 
@@ -79,17 +95,18 @@ def configure_server(addresses: Sequence[str], *, rank: int) -> None:
         )
     if context_exists():
         return
+    first = first_task(len(addresses))
     current.configure_collective_ops(
-        collective_leader=f"/job:{JOB}/replica:0/task:0",
+        collective_leader=f"/job:{JOB}/replica:0/task:{first}",
         # Rewriting collectives to share buffers would merge them by their order in this rank's graph.
         scoped_allocator_enabled_ops=(),
         # Without it every rank would keep a connection to, and wait for, every other rank's devices.
-        device_filters=(f"/job:{JOB}/task:{rank}",),
+        device_filters=(f"/job:{JOB}/task:{first + rank}",),
     )
     server = tensorflow_server_pb2.ServerDef(
-        cluster=tf.train.ClusterSpec({JOB: list(addresses)}).as_cluster_def(),
+        cluster=tf.train.ClusterSpec({JOB: _tasks(addresses)}).as_cluster_def(),
         job_name=JOB,
-        task_index=rank,
+        task_index=first + rank,
         protocol="grpc",
     )
     current.enable_collective_ops(_LateServerDef(server))
@@ -121,4 +138,8 @@ def _is_configured_as(current: Any, addresses: Sequence[str]) -> bool:
     if server is None:
         return False
     jobs = {job.name: dict(job.tasks) for job in server.cluster.job}
-    return jobs == {JOB: dict(enumerate(addresses))}
+    return jobs == {JOB: _tasks(addresses)}
+
+
+def _tasks(addresses: Sequence[str]) -> dict[int, str]:
+    return dict(enumerate(addresses, start=first_task(len(addresses))))

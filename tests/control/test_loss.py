@@ -24,7 +24,7 @@ from tests.control.worlds import (
 from tfdist.errors import CollectiveTimeoutError, PeerLostError
 
 SLEEP = "time.sleep(60)"
-PAUSE = "time.sleep(0.5)\n"  # until the other side is sure to have returned from connect, too
+PAUSE = "time.sleep(1.5)\n"  # until the other side is sure to have returned from connect, too
 WAIT = """
 try:
     plane.exchange('key', 1)
@@ -49,6 +49,7 @@ def test_killed_rank_fails_everybody_at_once(rendezvous: str) -> None:
         seen: list[tuple[Exception, str]] = []
         plane.on_failure(lambda error: seen.append((error, threading.current_thread().name)))
         pid = pid_of(victim)
+        pid_of(waiter)  # it has returned from connect, which the loss would end otherwise
         begin = time.monotonic()
         victim.kill()
         with pytest.raises(PeerLostError) as caught:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 import wrapt
 
 from tfdist import keras_compat, world
@@ -41,7 +42,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         name: prefix of the collectives' names; equal on all ranks.
         device_dense: device for dense collectives.
         device_sparse: device for sparse collectives.
-        compression: `tfdist.Compression.none`, `.fp16` or `.bf16`, for the bytes on the wire.
+        compression: `tfdist.Compression.none`, `.fp16` or `.bf16`, for the bytes on the wire; Horovod's Gloo
+            has no sum of bfloat16, so there `.bf16` costs precision and saves nothing.
         sparse_as_dense: reduce embeddings' gradients as whole tables.
         gradient_predivide_factor: with `op=tfdist.Average`, divide by it before the sum and multiply by
             factor/size after the sum, against overflow of small floats.
@@ -126,6 +128,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         inner = self.__wrapped__
         return inner.inner_optimizer if isinstance(inner, keras.optimizers.LossScaleOptimizer) else inner
 
+    # AutoGraph would rewrite this Python, which decides everything while tracing, for nothing.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> Any:
         """Combines `grads` over the ranks, then lets the inner optimizer apply them; every rank calls it.
 
@@ -135,6 +139,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         """
         return self._apply(grads, trainable_variables, self.__wrapped__.apply)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_gradients(self, grads_and_vars: Sequence[tuple[Any, Any]]) -> Any:
         """`apply` for (gradient, variable) pairs.
 

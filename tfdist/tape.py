@@ -84,6 +84,7 @@ class DistributedGradientTape(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self.__wrapped__.__enter__()
         return self
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def gradient(
         self,
         target: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from tests.source_tree import expose_callbacks
 from tests.worlds import USUAL, World
 
 expose_callbacks()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs so, and every child inherits it; tests of Ctrl-C need the usual.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ALIVE = 1  # worlds kept at once: each rank holds some 400 MB
 

@@ -204,17 +204,16 @@ class ControlClient:
         self._line.hang_up()
 
     def _converse(self) -> None:
-        heard = beat = time.monotonic()
+        heard = beat = looked = time.monotonic()
         while True:
-            begin = time.monotonic()
-            wait = max(beat - begin, 0.0)
+            wait = max(beat - time.monotonic(), 0.0)
             if self._line.read(wait):
                 heard = time.monotonic()
                 for frame in self._line.take_frames():
                     if not self._handle(frame):
                         return
             now = time.monotonic()
-            pause = now - begin - wait
+            pause, looked = now - looked - wait, now
             if pause > STALL:
                 heard += pause  # this process was stopped or busy, not the server
             if now >= beat:

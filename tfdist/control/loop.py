@@ -51,6 +51,7 @@ class EventLoop:
         self._selector = selectors.DefaultSelector()
         self._listeners: dict[socket.socket, bool] = {}
         self._numbers = itertools.count()
+        self._looked = time.monotonic()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._scratch = memoryview(bytearray(256 << 10))
         self._wake_in, self._wake_out = socket.socketpair()
@@ -91,9 +92,7 @@ class EventLoop:
         begin = time.monotonic()
         wait = max(min(until, self._timers[0][0] if self._timers else until) - begin, 0.0)
         ready = self._selector.select(wait)
-        pause = time.monotonic() - begin - wait
-        if pause > STALL:
-            self._forgive(pause)
+        self._notice_pause(wait)
         for key, events in ready:
             if key.fileobj is self._wake_out:
                 with contextlib.suppress(BlockingIOError):
@@ -102,6 +101,7 @@ class EventLoop:
                 self._accept(cast(socket.socket, key.fileobj))
             elif not key.data.closed:
                 self._serve(key.data, events)
+        self._notice_pause()  # a process may be stopped while it serves, too
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()
         self.connections = {connection for connection in self.connections if not connection.closed}
@@ -114,8 +114,12 @@ class EventLoop:
             sock.close()
         self._selector.close()
 
-    def _forgive(self, pause: float) -> None:
-        """This process was stopped or busy: that the others seem silent is no fault of theirs."""
+    def _notice_pause(self, expected: float = 0.0) -> None:
+        """If this process was stopped or busy, that the others seem silent is no fault of theirs."""
+        before, self._looked = self._looked, time.monotonic()
+        pause = self._looked - before - expected
+        if pause <= STALL:
+            return
         for connection in self.connections:
             connection.heard += pause
             connection.opened += pause

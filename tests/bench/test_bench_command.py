@@ -97,8 +97,32 @@ def test_engine_that_is_not_here() -> None:
 
 def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allreduce, "free_memory", lambda: 10**9)
-    with pytest.raises(TfdistError, match=r"need some \d+ GB, and 1 GB are free"):
+    monkeypatch.setattr(engines.EngineWorld, "start", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(
+        TfdistError, match=r"4 ranks need some 9\.4 GB for tensors of 256 MB, and 1\.0 GB are"
+    ):
         allreduce.main(["-np", "4", "--only", "tf"])
+
+
+@pytest.mark.parametrize(("gigabytes", "together"), [(60, [2]), (8, [1, 1]), (0, [2])])
+def test_engines_share_the_memory_or_take_it_in_turn(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, together: list[int]
+) -> None:
+    """0 stands for unknown."""
+    asked: list[int] = []
+
+    def measure(engines: list[engines.EngineWorld], *_: object) -> dict[str, dict[int, list[float]]]:
+        asked.append(len(engines))
+        return {engine.label: {1 << 28: [1.0]} for engine in engines}
+
+    monkeypatch.setattr(allreduce, "_measure_together", measure)
+    monkeypatch.setattr(allreduce, "free_memory", lambda: gigabytes * 10**9)
+    monkeypatch.setattr(allreduce, "tcp_bandwidth", lambda: 1e9)
+    monkeypatch.setattr(allreduce, "copy_bandwidth", lambda: 1e9)
+    both = [engines.EngineWorld("tf", "one"), engines.EngineWorld("horovod", "other")]
+    monkeypatch.setattr(allreduce, "available_engines", lambda: (both, []))
+    assert allreduce.main(["-np", "2", "--sizes", "256MB"]) == 0
+    assert asked == together
 
 
 def test_contender_that_does_not_train_is_refused() -> None:

@@ -90,6 +90,18 @@ def test_rank_that_ends_instead_of_answering() -> None:
     assert _ranks_alive() == []
 
 
+def test_rank_that_died_between_turns() -> None:
+    with closing_all([_world()]) as worlds:
+        pid = worlds[0].ask({"word": ""})[1]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with pytest.raises(ContenderError, match=r"fake: rank 1 ended|process ended"):
+            worlds[0].ask({"word": ""})
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_not_even_a_killed_bench_leaves_stopped_ranks() -> None:
     program = (

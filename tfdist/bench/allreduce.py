@@ -18,7 +18,9 @@ from tfdist.errors import TfdistError
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB
 _TURN = 0.15  # seconds that one turn should take
 _MOST_REPEATS = 300
-_MEMORY_OF_A_RANK = 600 << 20  # TensorFlow, and an engine's buffers
+# Bytes that a rank holds: TensorFlow and an engine's buffers; and, in its turn, so many times the tensor.
+_AT_REST = 700 << 20
+_TENSORS = 6
 
 # engine's label -> size in bytes -> seconds of one all-reduce, by round
 Seconds = Mapping[str, Mapping[int, Sequence[float]]]
@@ -97,14 +99,28 @@ def require_matplotlib() -> None:
 
 
 def _measure(engines: Sequence[EngineWorld], size: int, options: argparse.Namespace) -> Seconds:
-    # Tensors (what goes in, what comes out, and one for the engine) exist in one world at a time only.
-    wanted = size * (len(engines) * _MEMORY_OF_A_RANK + 3 * max(options.sizes))
-    if 0 < free_memory() < wanted:
-        raise TfdistError(
-            f"{size} ranks of {len(engines)} engines need some {wanted / 1e9:.0f} GB, and "
-            f"{free_memory() / 1e9:.0f} GB are free: choose smaller --sizes, fewer ranks (-np), or engines "
-            "one by one (--only)."
-        )
+    """In turns if the memory suffices for all engines' worlds at once, else one engine after the other."""
+    if memory_for(len(engines), size, options.sizes) > 0.8 * free_memory() > 0:
+        one = memory_for(1, size, options.sizes)
+        if one > 0.8 * free_memory():
+            raise TfdistError(
+                f"{size} ranks need some {one / 1e9:.1f} GB for tensors of {describe_size(max(options.sizes))}, "
+                f"and {free_memory() / 1e9:.1f} GB are free: choose smaller --sizes or fewer ranks (-np)."
+            )
+        print("Too little memory for all engines at once: they are measured one after the other.")
+        result: dict[str, Mapping[int, Sequence[float]]] = {}
+        for engine in engines:
+            result.update(_measure_together([engine], size, options))
+        return result
+    return _measure_together(engines, size, options)
+
+
+def memory_for(engines: int, ranks: int, sizes: Sequence[int]) -> int:
+    """Bytes that the worlds of some engines need, only one of which has its turn."""
+    return ranks * (engines * _AT_REST + _TENSORS * max(sizes))
+
+
+def _measure_together(engines: Sequence[EngineWorld], size: int, options: argparse.Namespace) -> Seconds:
     seconds: dict[str, dict[int, list[float]]] = {engine.label: {} for engine in engines}
     with closing_all([]) as worlds:
         for engine in engines:

@@ -26,6 +26,7 @@ from typing import IO, Any
 import tfdist
 from tfdist.bench.ranks import PATIENCE, RANK_VARIABLE, SOCKET_VARIABLE
 from tfdist.errors import TfdistError
+from tfdist.launch import tie
 from tfdist.launch.plan import Request
 from tfdist.launch.run import private_world
 
@@ -89,7 +90,10 @@ class World:
     def ask(self, request: Mapping[str, Any]) -> list[Any]:
         """Sends all ranks the same request; their answers in rank order."""
         for rank in range(self.size):
-            self._send(rank, {"kind": "ask", **request})
+            try:
+                self._send(rank, {"kind": "ask", **request})
+            except OSError:
+                raise self._rank_ended(rank) from None
         deadline = time.monotonic() + self._timeout
         return [self._receive(rank, "answer", deadline)["value"] for rank in range(self.size)]
 
@@ -166,10 +170,12 @@ class World:
             commands.append((list(command.argv), {**base, **chosen, **variables}))
         if mpirun:
             commands = [([*mpirun, *commands[0][0]], commands[0][1])]
+        # Not even kill -9 of this process may leave mpirun, and with it stopped ranks, behind.
+        tied = [sys.executable, "-I", "-S", tie.__file__, str(os.getpid())]
         for argv, environment in commands:
             self._processes.append(
                 subprocess.Popen(
-                    argv,
+                    [*tied, *argv],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -203,7 +209,7 @@ class World:
         self._wait(self._connections[rank], f"did not answer on rank {rank}", deadline)
         line = self._lines[rank].readline()
         if not line:
-            raise ContenderError(f"{self.name}: rank {rank} ended. Its world's last lines:\n{self._tail()}")
+            raise self._rank_ended(rank)
         message: dict[str, Any] = json.loads(line)
         assert kind is None or message["kind"] == kind, message
         return message
@@ -221,6 +227,9 @@ class World:
                 raise ContenderError(
                     f"{self.name} {what} within {self._timeout:g} s (--timeout). Last lines:\n{self._tail()}"
                 )
+
+    def _rank_ended(self, rank: int) -> ContenderError:
+        return ContenderError(f"{self.name}: rank {rank} ended. Its world's last lines:\n{self._tail()}")
 
     def _tail(self) -> str:
         self._log.seek(0)

@@ -104,7 +104,7 @@ def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pytest.Mo
         allreduce.main(["-np", "4", "--only", "tf"])
 
 
-@pytest.mark.parametrize(("gigabytes", "together"), [(60, [2]), (8, [1, 1]), (0, [2])])
+@pytest.mark.parametrize(("gigabytes", "together"), [(60, [2]), (7, [1, 1]), (0, [2])])
 def test_engines_share_the_memory_or_take_it_in_turn(
     monkeypatch: pytest.MonkeyPatch, gigabytes: int, together: list[int]
 ) -> None:

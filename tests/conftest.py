@@ -16,9 +16,11 @@ from tests.source_tree import expose_callbacks
 from tests.worlds import USUAL, World
 
 expose_callbacks()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs so, and every child inherits it; tests of Ctrl-C need the usual.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts background jobs with Ctrl-C ignored, nohup ignores the hang-up, and every child inherits it;
+# tests of signals need the usual.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 _ALIVE = 1  # worlds kept at once: each rank holds some 400 MB
 

@@ -12,11 +12,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
-
 from tfdist import operations, world
 from tfdist.errors import OutOfSyncError
 from tfdist.gradients import GradientReducer
+from tfdist.keras_compat import has_stock_train_step
 from tfdist.optimizer import has_reduced, is_distributed
 
 Action = Callable[[Any], None]
@@ -59,7 +58,7 @@ class FitHook:
         if _local.allowed:
             self._unproven.discard(model)
             return
-        stock = type(model).train_step is keras.Model.train_step
+        stock = has_stock_train_step(model)
         if stock and model.optimizer is not None and not is_distributed(model.optimizer):
             raise OutOfSyncError(_unwrapped(model))
         self._unproven.add(model)

@@ -25,8 +25,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-Apply = Callable[[Sequence[Any]], Any]
-
 
 class Hook(Protocol):
     """What tfdist does around Keras's training; implemented in `tfdist.fit_hook`."""
@@ -46,7 +44,6 @@ class Hook(Protocol):
 
 _originals: list[tuple[Any, str, Any]] = []
 _INHERITED = object()
-_GUARDED = "_tfdist_guarded"
 _COMPILED_STEP = "_tfdist_compiled_step"
 
 
@@ -70,6 +67,13 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+def has_stock_train_step(model: Any) -> bool:
+    """Whether the model's class leaves `train_step` to Keras."""
+    import keras
+
+    return type(model).train_step is keras.Model.train_step
 
 
 def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
@@ -104,7 +108,7 @@ def _guarded_make_train_function(original: Callable[..., Any], hook: Hook) -> Ca
 def _keep_xla_out_of_collectives(model: Any, hook: Hook) -> None:
     import keras
 
-    if getattr(type(model).train_step, _GUARDED, False):
+    if has_stock_train_step(model):
         model.__dict__[_COMPILED_STEP] = _CompiledStep(keras.Model.train_step.__wrapped__)
         hook.tell(
             "jit_compile: XLA compiles forward pass, loss and gradients; the reduction over ranks and the "
@@ -134,8 +138,6 @@ def _guard(model: Any, train_function: Callable[[Any], Any], hook: Hook) -> Call
 
 def _build(model: Any, iterator: Any) -> Any:
     """Builds model and optimizer without consuming data; returns an iterator to use in place of `iterator`."""
-    import keras
-
     optimizer = model.optimizer
     if not all(layer.built for layer in model._flatten_layers()):
         spec = getattr(iterator, "element_spec", None)
@@ -146,8 +148,12 @@ def _build(model: Any, iterator: Any) -> Any:
             spec = _batch_spec(batch)
         model._symbolic_build(data_batch=spec)
     # An own train_step may give each of several optimizers its part of the variables; only it knows which.
-    stock = type(model).train_step is keras.Model.train_step
-    if stock and optimizer is not None and not optimizer.built and model.trainable_variables:
+    if (
+        has_stock_train_step(model)
+        and optimizer is not None
+        and not optimizer.built
+        and model.trainable_variables
+    ):
         optimizer.build(model.trainable_variables)
     return iterator
 
@@ -170,7 +176,6 @@ def _split_train_step(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         return compiled(self, data) if compiled is not None else original(self, data)
 
     train_step.__wrapped__ = original  # type: ignore[attr-defined]
-    train_step.__dict__[_GUARDED] = True
     return train_step
 
 

@@ -115,6 +115,8 @@ _created = 0
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Registers a process set; every rank of the world must call it, in the same order, in the set or not.
 
+    No collective may be in flight: Horovod over Gloo starts anew with the set, within a fraction of a second.
+
     Args:
         process_set: a `ProcessSet`, or world ranks.
 
@@ -124,6 +126,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         TfdistError: a rank outside the world, or the same ranks as an existing set (as in Horovod).
         CollectiveMismatchError: ranks passed different sets.
+        BackendUnavailableError: Horovod over MPI, unless `init(process_sets="dynamic")` prepared it.
 
     Example:
         >>> import tfdist
@@ -134,24 +137,39 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     global _created
     current = world.current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = tuple(added.ranks)
-    _agree(current, f"add_process_set({list(ranks)})")
-    if not ranks or ranks[-1] >= current.spec.size:
-        raise TfdistError(
-            f"A process set holds ranks 0 to {current.spec.size - 1} of this world, at least one; received "
-            f"{list(ranks)}."
-        )
+    ranks = added.ranks
+    _agree(current, f"add_process_set({ranks})")
     known = _sets_of(current)
-    if ranks == current.everyone.ranks or any(tuple(other.ranks) == ranks for other in known.values()):
-        raise TfdistError(
-            f"A process set of the ranks {list(ranks)} exists already; received it again. Keep and reuse the "
-            "object that was registered first (`tfdist.global_process_set` holds all ranks)."
-        )
+    require_distinct([*(other.ranks for other in known.values()), ranks], size=current.spec.size)
     _created += 1
-    added._group, added._world = Group(ranks, _created), current
+    added._group, added._world = Group(tuple(ranks), _created), current
     current.engine.register(added._group)
     known[_created] = added
     return added
+
+
+def require_distinct(sets: Sequence[Sequence[int]], *, size: int) -> None:
+    """Refuses sets that this world can't have.
+
+    Args:
+        sets: ascending ranks of each set.
+        size: number of ranks of the world.
+
+    Raises:
+        TfdistError: a rank outside the world, no rank, or a set that occurs twice or holds all ranks.
+    """
+    seen = [list(range(size))]
+    for ranks in map(list, sets):
+        if not ranks or ranks[-1] >= size:
+            raise TfdistError(
+                f"A process set holds ranks 0 to {size - 1} of this world, at least one; received {ranks}."
+            )
+        if ranks in seen:
+            raise TfdistError(
+                f"A process set of the ranks {ranks} exists already; received it again. Keep and reuse the "
+                "object that was registered first (`tfdist.global_process_set` holds all ranks)."
+            )
+        seen.append(ranks)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

@@ -71,7 +71,7 @@ def make_reducer(
 def _group(process_set: Any) -> Group | None:
     if process_set is None:
         return None
-    group: Group = process_set.group
+    group: Group = process_set.group()
     return group
 
 

@@ -22,6 +22,7 @@ from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
 from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
+from tfdist.process_sets import ProcessSet, add_process_set, require_distinct
 from tfdist.strategies.base import STRATEGIES
 
 BACKENDS = ("auto", "tf", "horovod", "single")
@@ -30,7 +31,7 @@ DEFAULT_TIMEOUT = 300.0
 
 def init(
     comm: None = None,
-    process_sets: Sequence[Any] | None = None,
+    process_sets: Sequence[ProcessSet] | str | None = None,
     *,
     backend: str | None = None,
     strategy: str | None = None,
@@ -43,7 +44,8 @@ def init(
 
     Args:
         comm: kept for Horovod's signature; only None is accepted (use `process_sets` for subsets).
-        process_sets: `tfdist.ProcessSet` objects to register, the same on all ranks.
+        process_sets: `tfdist.ProcessSet` objects to register, the same on all ranks. "dynamic" prepares Horovod
+            over MPI for `tfdist.add_process_set` later; the other engines need no preparation.
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
         strategy: `ring`. Default: the launcher's `--strategy`, else `ring`.
@@ -73,15 +75,18 @@ def init(
     strategy = _choice("strategy", strategy, environ.get("TFDIST_STRATEGY"), tuple(STRATEGIES))
     timeout = _seconds(timeout, environ.get("TFDIST_TIMEOUT"))
     _require_keras_on_tensorflow()
+    sets = _process_sets(process_sets)
 
     spec = cluster.from_environment(environ)
     everyone = Group(tuple(range(spec.size)))
+    require_distinct([process_set.ranks for process_set in sets], size=spec.size)
     if spec.size == 1:
         engine = select.choose(spec, None, backend=backend, timeout=timeout)
         control, watchdog = None, None
     else:
         hello = {"host": socket.gethostname(), "pid": os.getpid(), "strategy": strategy}
         hello |= select.offer(spec, backend=backend, timeout=timeout)
+        hello["process_sets"] = select.DYNAMIC if process_sets == "dynamic" else [each.ranks for each in sets]
         secret = environ.get("TFDIST_SECRET")
         control = ControlPlane.connect(
             spec, hello=hello, timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
@@ -102,9 +107,7 @@ def init(
         keras_compat.install(fit_hook.FitHook())
         _announce_crashes()
     atexit.register(shutdown)
-    for process_set in process_sets or ():
-        from tfdist.process_sets import add_process_set
-
+    for process_set in sets:
         add_process_set(process_set)
 
 
@@ -154,6 +157,17 @@ def _choice(what: str, argument: str | None, launcher: str | None, allowed: tupl
             + ("." if argument not in (None, "auto") else f" from the launcher (TFDIST_{what.upper()}).")
         )
     return str(chosen)
+
+
+def _process_sets(argument: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:
+    if argument is None or argument == "dynamic":
+        return []
+    if isinstance(argument, str) or not all(isinstance(member, ProcessSet) for member in argument):
+        raise TfdistError(
+            "init(process_sets=...) takes a list of tfdist.ProcessSet objects, or \"dynamic\"; received "
+            f"{argument!r}."
+        )
+    return list(argument)
 
 
 def _seconds(argument: float | None, launcher: str | None) -> float:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 import struct
-import time
 
 _ESTABLISHED = 1
 _BYTES_ACKED = 120  # offset in struct tcp_info, after 8 bytes and 24 words and two pacing rates
@@ -31,15 +30,3 @@ def bytes_sent() -> int:
                 if info[0] == _ESTABLISHED:
                     total += struct.unpack_from("=Q", info, _BYTES_ACKED)[0]
     return total
-
-
-def settled_bytes_sent() -> int:
-    """As `bytes_sent`, once everything under way has been acknowledged."""
-    last, deadline = -1, time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        now = bytes_sent()
-        if now - last < 2000 and last >= 0:  # heartbeats go on
-            return now
-        last = now
-        time.sleep(0.2)
-    return last

@@ -29,6 +29,7 @@ def facts(backend: str = "auto", problem: str = "Horovod is not installed") -> d
         "tf_port": 1,
         "horovod": {"problem": problem, "gloo": True, "mpi": False},
         "nccl": False,
+        "process_sets": [],
     }
 
 
@@ -51,6 +52,11 @@ def test_horovod_that_a_rank_lacks_is_an_error_with_the_fix() -> None:
 def test_ranks_must_ask_for_the_same() -> None:
     with pytest.raises(LauncherError, match=r"tf on rank 0, horovod on rank 1"):
         choose("tf", facts("tf"), facts("horovod"))
+
+
+def test_ranks_must_give_the_same_process_sets() -> None:
+    with pytest.raises(LauncherError, match=r"\[\[0\]\] on rank 0, dynamic on rank 1"):
+        choose("tf", facts("tf") | {"process_sets": [[0]]}, facts("tf") | {"process_sets": "dynamic"})
 
 
 def test_single_is_for_one_rank() -> None:

@@ -40,7 +40,7 @@ _CARRIERS = {
 
 
 class HorovodCollectives(Engine):
-    """Collectives of a Horovod that `horovod_start.start_horovod` has started."""
+    """Collectives of a started Horovod, see `horovod_start.HorovodRuntime`."""
 
     name = "horovod"
     native_ops = frozenset({ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.ADASUM})
@@ -60,7 +60,6 @@ class HorovodCollectives(Engine):
         self._ops = mpi_ops
         self._spec = spec
         self._runtime = runtime
-        self._process_sets: dict[tuple[int, ...], Any] = {}
         self._constants = {
             ReduceOp.SUM: mpi_ops.Sum,
             ReduceOp.MIN: mpi_ops.Min,
@@ -88,15 +87,13 @@ class HorovodCollectives(Engine):
             threading.Thread(target=self._runtime.stop, name="tfdist-horovod-abort", daemon=True).start()
 
     def register(self, group: Group) -> None:
-        """Creates Horovod's process set; Horovod refuses a second one of the same ranks, so they are shared."""
-        if group.size < self._spec.size and group.ranks not in self._process_sets:
-            self._process_sets[group.ranks] = self._ops.add_process_set(list(group.ranks))
+        """Has Horovod make a process set of these ranks, or use the one it has: it keeps one per ranks."""
+        if group.size < self._spec.size:
+            self._runtime.add_process_set(group.ranks)
 
     def forget(self, group: Group) -> None:
-        """Removes Horovod's process set."""
-        process_set = self._process_sets.pop(group.ranks, None)
-        if process_set is not None:
-            self._ops.remove_process_set(process_set)
+        """Removes Horovod's process set where Horovod can; elsewhere it stays, and is used again if needed."""
+        self._runtime.remove_process_set(group.ranks)
 
     def allreduce(
         self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group
@@ -180,7 +177,7 @@ class HorovodCollectives(Engine):
         if group.size == self._spec.size:
             process_set = self._ops.global_process_set
         else:
-            process_set = self._process_sets.get(group.ranks)
+            process_set = self._runtime.process_set(group.ranks)
         if process_set is None:
             raise BackendUnavailableError(
                 f"rank {self._spec.rank}: the ranks {list(group.ranks)} are no process set of the Horovod engine. "

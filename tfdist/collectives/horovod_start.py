@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import ClusterSpec
@@ -21,25 +21,148 @@ from tfdist.errors import BackendUnavailableError
 if TYPE_CHECKING:
     from tfdist.control import ControlPlane
 
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _MPI_LAUNCHERS = ("openmpi", "mpich", "slurm")
 
 
 class HorovodRuntime:
-    """A running Horovod, its rendezvous server and the variables it was started with."""
+    """A running Horovod, its rendezvous server, its process sets and the variables it was started with.
 
-    def __init__(self) -> None:
+    Horovod fixes its process sets when it starts. Its own way to add some later, dynamic process sets, makes
+    its background thread agree with all peers about them every millisecond, which costs a small model a tenth
+    of its step. So here Horovod starts again when a set is added, which over Gloo takes a fraction of a second.
+    MPI cannot be started twice in one process: there the sets go into `init`, or are dynamic by request.
+    """
+
+    def __init__(self, spec: ClusterSpec, control: ControlPlane, *, controller: str, timeout: float) -> None:
+        """Horovod that is not started yet.
+
+        Args:
+            spec: place of this process.
+            control: connected to all ranks.
+            controller: `gloo` or `mpi`, see `choose_controller`; empty leaves the choice to Horovod.
+            timeout: bound in seconds of the world's waits.
+        """
+        self._spec = spec
+        self._control = control
+        self._controller = controller
+        self._timeout = timeout
+        self._process_sets: dict[tuple[int, ...], Any] = {}
+        self._starts = 0
         self._replaced: dict[str, str | None] = {}
         self._server: Any = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def export(self, variables: Mapping[str, str]) -> None:
-        """Sets environment variables until `stop`; Horovod reads them also when it adds process sets."""
+    def start(self, process_sets: Sequence[tuple[int, ...]], *, dynamic: bool) -> None:
+        """Initialises Horovod on all ranks; every rank calls it.
+
+        Args:
+            process_sets: ranks of each set, the same on all ranks.
+            dynamic: whether Horovod's own sets can be added and removed while it runs.
+
+        Raises:
+            BackendUnavailableError: Horovod does not start, or sees another world than the launcher.
+        """
+        self._export(_absent(_bounds(self._timeout)))
+        if dynamic:
+            self._export({_DYNAMIC: "1"})
+        try:
+            self._initialise(process_sets)
+        except BaseException:
+            self.stop()
+            raise
+
+    def process_set(self, ranks: tuple[int, ...]) -> Any:
+        """Horovod's object for a set that `add_process_set` made; None without one."""
+        return self._process_sets.get(ranks)
+
+    def add_process_set(self, ranks: tuple[int, ...]) -> None:
+        """Makes a set of some ranks, unless it is there; every rank calls it, with no collective in flight.
+
+        Raises:
+            BackendUnavailableError: Horovod over MPI, which cannot start again.
+        """
+        from horovod.tensorflow import mpi_ops
+
+        if ranks in self._process_sets:
+            return
+        if _is_dynamic():
+            self._process_sets[ranks] = mpi_ops.add_process_set(list(ranks))
+        elif self._controller == "gloo":
+            mpi_ops.shutdown()
+            self._initialise([*self._process_sets, ranks])
+        else:
+            raise BackendUnavailableError(
+                f"A process set of the ranks {list(ranks)} was added after the start, which Horovod over MPI "
+                "allows only if it was prepared for it. Name the set in `tfdist.init(process_sets=[...])`, or call "
+                '`tfdist.init(process_sets="dynamic")`, which costs a small model some of its speed.'
+            )
+
+    def remove_process_set(self, ranks: tuple[int, ...]) -> None:
+        """Removes a dynamic set; every rank calls it. Others stay until Horovod ends."""
+        from horovod.tensorflow import mpi_ops
+
+        if _is_dynamic() and ranks in self._process_sets:
+            mpi_ops.remove_process_set(self._process_sets.pop(ranks))
+
+    def stop(self) -> None:
+        """Ends Horovod and undoes everything; idempotent."""
+        with self._lock:
+            from horovod.tensorflow import mpi_ops
+
+            with contextlib.suppress(Exception):
+                mpi_ops.shutdown()
+            self._stop_rendezvous()
+            for name, value in self._replaced.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            self._replaced.clear()
+
+    def _initialise(self, process_sets: Sequence[tuple[int, ...]]) -> None:
+        from horovod.common.process_sets import ProcessSet
+        from horovod.tensorflow import mpi_ops
+
+        spec, control = self._spec, self._control
+        if self._controller == "mpi":
+            self._export({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"})
+        # horovodrun brings a rendezvous of its own, which serves one start.
+        elif self._controller == "gloo" and (spec.launcher != "horovodrun" or self._starts):
+            self._stop_rendezvous()
+            host = str(control.roster[0].get("tf_host", "127.0.0.1"))
+            port = self._serve_rendezvous(host) if spec.rank == 0 else 0
+            port = control.exchange("horovod rendezvous", port, timeout=self._timeout)[0]
+            self._export(_gloo_place(spec, host, port))
+        self._starts += 1
+        sets = {ranks: ProcessSet(list(ranks)) for ranks in process_sets}
+        try:
+            mpi_ops.init(process_sets=list(sets.values()))
+        except Exception as error:
+            raise BackendUnavailableError(
+                f"rank {spec.rank}: Horovod does not start with {self._controller}: {error}. "
+                'Use `backend="tf"`, or rebuild it with `tfdist build-horovod`.'
+            ) from error
+        seen = (mpi_ops.rank(), mpi_ops.size())
+        places = control.exchange("horovod started", list(seen), timeout=self._timeout)
+        wrong = [rank for rank, place in enumerate(places) if tuple(place) != (rank, spec.size)]
+        if wrong:
+            raise BackendUnavailableError(
+                f"Horovod must see the launcher's world of {spec.size} ranks, but on rank {wrong[0]} it reports "
+                f"rank {places[wrong[0]][0]} of {places[wrong[0]][1]} (launcher {spec.launcher}, controller "
+                f"{self._controller}). Rebuild it for this launcher with "
+                '`tfdist build-horovod --with gloo,mpi`, or use `backend="tf"`.'
+            )
+        self._process_sets = sets
+
+    def _export(self, variables: Mapping[str, str]) -> None:
+        """Sets environment variables until `stop`."""
         for name, value in variables.items():
             self._replaced.setdefault(name, os.environ.get(name))
             os.environ[name] = value
 
-    def serve_rendezvous(self, host: str) -> int:
+    def _serve_rendezvous(self, host: str) -> int:
         """Starts Horovod's rendezvous server on this rank; returns its port."""
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -52,74 +175,14 @@ class HorovodRuntime:
         self._thread.start()
         return int(self._server.server_address[1])
 
-    def stop(self) -> None:
-        """Ends Horovod and undoes everything; idempotent."""
-        with self._lock:
-            from horovod.tensorflow import mpi_ops
-
-            with contextlib.suppress(Exception):
-                mpi_ops.shutdown()
-            if self._server is not None:
-                self._server.shutdown()
-                self._server.server_close()
-                self._server = None
-            if self._thread is not None:
-                self._thread.join(2.0)
-            for name, value in self._replaced.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-            self._replaced.clear()
-
-
-def start_horovod(
-    spec: ClusterSpec, control: ControlPlane, *, gloo: bool, mpi: bool, timeout: float
-) -> HorovodRuntime:
-    """Initialises Horovod on all ranks; every rank calls it.
-
-    Args:
-        spec: place of this process.
-        control: connected to all ranks.
-        gloo: whether all ranks' builds have Gloo.
-        mpi: whether all ranks' builds have MPI.
-        timeout: bound in seconds of the world's waits.
-
-    Raises:
-        BackendUnavailableError: Horovod does not start, or sees another world than the launcher.
-    """
-    from horovod.tensorflow import mpi_ops
-
-    runtime = HorovodRuntime()
-    runtime.export(_absent(_bounds(timeout)))
-    controller = choose_controller(spec, gloo=gloo, mpi=mpi)
-    if controller == "gloo" and spec.launcher != "horovodrun":
-        host = str(control.roster[0].get("tf_host", "127.0.0.1"))
-        port = runtime.serve_rendezvous(host) if spec.rank == 0 else 0
-        port = control.exchange("horovod rendezvous", port, timeout=timeout)[0]
-        runtime.export(_gloo_place(spec, host, port))
-    elif controller == "mpi":
-        runtime.export({"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"})
-    try:
-        mpi_ops.init()
-    except Exception as error:
-        runtime.stop()
-        raise BackendUnavailableError(
-            f"rank {spec.rank}: Horovod does not start with {controller}: {error}. "
-            'Use `backend="tf"`, or rebuild it '
-            "with `tfdist build-horovod`."
-        ) from error
-    seen = (mpi_ops.rank(), mpi_ops.size())
-    places = control.exchange("horovod started", list(seen), timeout=timeout)
-    wrong = [rank for rank, place in enumerate(places) if tuple(place) != (rank, spec.size)]
-    if wrong:
-        runtime.stop()
-        raise BackendUnavailableError(
-            f"Horovod must see the launcher's world of {spec.size} ranks, but on rank {wrong[0]} it reports rank "
-            f"{places[wrong[0]][0]} of {places[wrong[0]][1]} (launcher {spec.launcher}, controller {controller}). "
-            'Rebuild it for this launcher with `tfdist build-horovod --with gloo,mpi`, or use `backend="tf"`.'
-        )
-    return runtime
+    def _stop_rendezvous(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+        if self._thread is not None:
+            self._thread.join(2.0)
+            self._thread = None
 
 
 def choose_controller(spec: ClusterSpec, *, gloo: bool, mpi: bool) -> str:
@@ -143,8 +206,11 @@ def _bounds(timeout: float) -> dict[str, str]:
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, seconds // 2)),
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(seconds),
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(seconds),
-        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     }
+
+
+def _is_dynamic() -> bool:
+    return os.environ.get(_DYNAMIC, "0") not in ("", "0")
 
 
 def _gloo_place(spec: ClusterSpec, host: str, port: int) -> dict[str, str]:

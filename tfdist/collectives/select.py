@@ -13,11 +13,14 @@ from tfdist.cluster import ClusterSpec
 from tfdist.collectives import tf_server
 from tfdist.collectives.base import Engine
 from tfdist.collectives.horovod_probe import explain_import_error, installed_horovod
-from tfdist.collectives.horovod_start import choose_controller, start_horovod
+from tfdist.collectives.horovod_start import HorovodRuntime, choose_controller
 from tfdist.errors import BackendUnavailableError, LauncherError
 
 if TYPE_CHECKING:
     from tfdist.control import ControlPlane
+
+DYNAMIC = "dynamic"
+"""What ranks offer as their process sets if they may add some later."""
 
 _FIX = 'Run `tfdist build-horovod` there, or use `backend="tf"`.'
 
@@ -71,6 +74,12 @@ def choose(spec: ClusterSpec, control: ControlPlane | None, *, backend: str, tim
             + ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(asked))
             + ". Give the same `backend=` (or `--backend`) everywhere."
         )
+    if any(facts["process_sets"] != roster[0]["process_sets"] for facts in roster):
+        raise LauncherError(
+            "All ranks must give the same process sets to init; received "
+            + ", ".join(f"{facts['process_sets']} on rank {rank}" for rank, facts in enumerate(roster))
+            + "."
+        )
     if backend == "single":
         raise BackendUnavailableError(
             f'backend="single" is for worlds of one rank, this one has {spec.size}. Use "auto", "tf" or "horovod".'
@@ -92,13 +101,12 @@ def _start_horovod(spec: ClusterSpec, control: ControlPlane, timeout: float) -> 
     from tfdist.collectives.horovod_collectives import HorovodCollectives
 
     states = [facts["horovod"] for facts in control.roster]
-    runtime = start_horovod(
-        spec,
-        control,
-        gloo=all(state["gloo"] for state in states),
-        mpi=all(state["mpi"] for state in states),
-        timeout=timeout,
-    )
+    gloo, mpi = all(state["gloo"] for state in states), all(state["mpi"] for state in states)
+    controller = choose_controller(spec, gloo=gloo, mpi=mpi)
+    runtime = HorovodRuntime(spec, control, controller=controller, timeout=timeout)
+    asked = control.roster[0]["process_sets"]
+    dynamic = asked == DYNAMIC
+    runtime.start([] if dynamic else [tuple(ranks) for ranks in asked], dynamic=dynamic)
     return HorovodCollectives(spec, runtime)
 
 

@@ -14,7 +14,6 @@ import socket
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from tfdist import cluster, fit_hook, keras_compat, world
 from tfdist.collectives import select
@@ -164,7 +163,7 @@ def _process_sets(argument: Sequence[ProcessSet] | str | None) -> list[ProcessSe
         return []
     if isinstance(argument, str) or not all(isinstance(member, ProcessSet) for member in argument):
         raise TfdistError(
-            "init(process_sets=...) takes a list of tfdist.ProcessSet objects, or \"dynamic\"; received "
+            'init(process_sets=...) takes a list of tfdist.ProcessSet objects, or "dynamic"; received '
             f"{argument!r}."
         )
     return list(argument)

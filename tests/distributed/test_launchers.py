@@ -38,6 +38,9 @@ CASES = {
     "TF_CONFIG": ("tf_config", "tf"),
     "srun": ("slurm", "tf"),
 }
+# What the ranks say of a process set given to init, and of one added after training.
+EACH_SET = [["1: 7.0"], ["2: 7.0"]]
+SETS = ["tfdist run, horovod", "horovodrun, horovod", "horovodrun, tf", "mpirun, auto"]
 IN_TWO = [case for case in CASES if case != "alone"]
 
 
@@ -50,7 +53,7 @@ def run(case: str, folder: Path) -> Ended:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(inherited)]),
         "TMPDIR": str(folder),
         "TFDIST_TIMEOUT": "90",
-    }
+    } | ({"TESTED_SETS": "1"} if case in SETS else {})
     chosen = {} if backend == "single" else {"TFDIST_BACKEND": backend}
     script = [*PYTHON, SEED]
     match case:
@@ -129,6 +132,16 @@ def test_ranks_end_equal(case: str, ended: Ahead[Ended]) -> None:
         assert len(records) == 2
         for what in ("fingerprint", "weights", "loss", "job"):
             assert records[0][what] == records[1][what]
+
+
+@pytest.mark.parametrize("case", SETS)
+def test_process_sets(case: str, ended: Ahead[Ended]) -> None:
+    require(CASES[case][1])
+    said = [record["sets"] for record in records_in(ended[case].output)]
+    if case == "mpirun, auto":  # MPI can't start again
+        assert all('process_sets="dynamic"' in each[0] for each in said), said
+    else:
+        assert said == EACH_SET
 
 
 @pytest.mark.parametrize("case", IN_TWO[1:])

@@ -82,6 +82,18 @@ def test_xla_is_kept_out_of_collectives(world: World, kind: str) -> None:
     assert all(result["jit_compile"] for result in results)
 
 
+@on(("tf", 4), ("horovod", 4))
+def test_process_sets_train_models_of_their_own(world: World) -> None:
+    results: list[dict[str, Any]] = world.call(training.in_a_process_set, None)
+    for backwards in (False, True):
+        expected = alone(training.in_a_process_set, backwards)
+        first, second = results[int(backwards)], results[int(backwards) + 2]
+        assert first["digest"] == second["digest"], "ranks of a set differ"
+        for actual, wanted in zip(first["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(actual, wanted, atol=1e-5, rtol=1e-5)
+    assert results[0]["digest"] != results[1]["digest"]
+
+
 @WORLDS
 @pytest.mark.parametrize("order", ["loss scale outside", "loss scale inside"])
 def test_overflow_of_one_rank_skips_the_step_on_all(world: World, order: str) -> None:

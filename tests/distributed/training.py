@@ -81,6 +81,35 @@ def custom_loop(kind: str) -> dict[str, Any]:
     return bodies.outcome(model, before, inner)
 
 
+def in_a_process_set(backwards: bool | None) -> dict[str, Any]:
+    """Ranks 0 and 2 train on the data, ranks 1 and 3 on the same data with the labels reversed.
+
+    Args:
+        backwards: whether the only rank of a reference run takes reversed labels.
+    """
+    import keras
+
+    import tfdist
+
+    x, y = models.data("dense")
+    rank, parts, process_set = 0, 1, None
+    if tfdist.size() > 1:
+        sets = [tfdist.add_process_set([0, 2]), tfdist.add_process_set([1, 3])]
+        backwards = tfdist.rank() % 2 == 1
+        process_set = sets[int(backwards)]
+        rank, parts = process_set.rank(), process_set.size()
+    if backwards:
+        y = y[::-1].copy()
+    model = _dense(bodies.wrap(keras.optimizers.Adam(0.01), process_set=process_set))
+    before = bodies.weights_of(model)
+    share = [models.part(values, rank, parts, models.GLOBAL_BATCH) for values in (x, y)]
+    model.fit(*share, batch_size=models.GLOBAL_BATCH // parts, epochs=2, shuffle=False, verbose=0)
+    if tfdist.size() > 1:
+        for each in sets:
+            tfdist.remove_process_set(each)
+    return bodies.outcome(model, before)
+
+
 def overflow_on_one_rank(order: str) -> dict[str, Any]:
     """One rank's gradients overflow in the second step; every rank must skip it and halve the scale."""
     import keras

@@ -8,6 +8,7 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 from tests.source_tree import expose_callbacks
@@ -17,7 +18,8 @@ expose_callbacks()
 
 
 def main(seed: int) -> None:
-    tfdist.init()
+    first = [tfdist.ProcessSet([0])] if "TESTED_SETS" in os.environ else []
+    tfdist.init(process_sets=first)
     keras.utils.set_random_seed(seed + tfdist.rank())  # ranks start differently, and rank 0's start counts
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)]
@@ -55,9 +57,23 @@ def main(seed: int) -> None:
         "prefix": sys.prefix,
         "folder": os.getcwd(),
         "inherited": _inherited(),
+        "sets": _sets(first),
     }
     # One write per line: some launchers mix the bytes of their ranks.
     os.write(1, (json.dumps(record) + "\n").encode())
+
+
+def _sets(first: list[tfdist.ProcessSet]) -> list[str]:
+    """Sums over a set of the start, and over one added after training."""
+    said = []
+    try:
+        for process_set in first and [*first, tfdist.add_process_set([1])]:
+            if process_set.included():
+                total = tfdist.allreduce(tf.constant(7.0), op=tfdist.Sum, process_set=process_set)
+                said.append(f"{process_set.process_set_id}: {float(total)}")
+    except tfdist.TfdistError as error:
+        said.append(str(error))
+    return said
 
 
 def _inherited() -> str:

@@ -34,9 +34,12 @@ horovod: $(VENV)/.test
 test-oldest:
 	$(MAKE) suite VENV=.venv-oldest CONSTRAINTS=constraints/oldest.txt
 
+# tf_keras, the legacy peer, asks for the package tensorflow beside whatever build of it is installed.
 bench: $(VENV)/.test horovod
+	$(PIP) install --quiet --no-deps "tf_keras==$$($(BIN)/python -c 'from importlib.metadata import version as v; print(v("tensorflow-cpu").rsplit(".", 1)[0])').*"
 	$(BIN)/tfdist bench fit
 	$(BIN)/tfdist bench allreduce
+	$(BIN)/tfdist bench allreduce --only tf tf-unsplit -np 2 --sizes 64MB
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "tfdist needs Python 3.10 or newer, and this is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import pathlib
+import statistics
 from collections.abc import Mapping, Sequence
 
 from tfdist.bench import report
-from tfdist.bench.engines import ENGINES, EngineWorld, available_engines, select
+from tfdist.bench.engines import ENGINES, UNSPLIT, EngineWorld, available_engines, select
 from tfdist.bench.figures import bus_bandwidth, describe_size, parse_size, table
 from tfdist.bench.limits import copy_bandwidth, tcp_bandwidth
 from tfdist.bench.machine import free_memory, load
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         require_matplotlib()
     engines, missing = available_engines()
     if options.only:
-        engines, missing = select(engines, options.only), []
+        engines, missing = select([*engines, UNSPLIT], options.only), []
     report.introduce("allreduce")
     for text in missing:
         print(f"Left out: {text}")
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     bandwidths = {size: bandwidths_of(seconds[size], ranks=size) for size in options.np}
     for size in options.np:
         print(f"\n{size} ranks: bus bandwidth, 2(N-1)/N·K/t\n\n{bandwidth_table(bandwidths[size])}")
+        for text in _split_ratios(seconds[size]):
+            print(text)
     described = ", ".join(f"{name} {value / 1e9:.2f} GB/s" for name, value in limits.items())
     print(f"\nLimits of this machine in the same run: {described}")
     if options.plot:
@@ -83,6 +86,18 @@ def bandwidth_table(bandwidths: Mapping[str, Mapping[int, float]]) -> str:
         for size in sizes
     ]
     return table(["GB/s", *bandwidths], rows)
+
+
+def _split_ratios(seconds: Seconds) -> list[str]:
+    """How much splitting saves, by size, if both ways were measured: median of the rounds' ratios."""
+    split, whole = seconds.get("TensorFlow's collectives"), seconds.get(UNSPLIT.label)
+    if split is None or whole is None:
+        return []
+    return [
+        f"{describe_size(size)}: time in parts / time in one piece "
+        f"{statistics.median(a / b for a, b in zip(split[size], whole[size], strict=True)):.2f}"
+        for size in split
+    ]
 
 
 def require_matplotlib() -> None:

@@ -52,6 +52,10 @@ def main(channel: Channel, options: dict[str, Any]) -> None:
 def _tfdist(options: dict[str, Any]) -> Callable[[Any, str], Any]:
     import tfdist
 
+    if options.get("unsplit"):
+        from tfdist.collectives import tf_collectives
+
+        tf_collectives.PARTS_IN_FLIGHT = -1
     tfdist.init()
     if (tfdist.backend(), tfdist.size()) != (options["backend"], options["np"]):
         raise RuntimeError(f"This is {tfdist.backend()!r} with {tfdist.size()} ranks, not {options}.")

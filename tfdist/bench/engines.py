@@ -14,7 +14,7 @@ from tfdist.bench.worlds import World
 from tfdist.collectives.horovod_probe import installed_horovod
 from tfdist.errors import TfdistError
 
-ENGINES = ("tf", "horovod", "horovod+mpi")
+ENGINES = ("tf", "horovod", "horovod+mpi", "tf-unsplit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,8 @@ class EngineWorld:
     """How to start one.
 
     Attributes:
-        name: `tf`, `horovod` (Gloo), `horovod+mpi`, or `raw`: Horovod's own functions, without tfdist.
+        name: `tf`, `tf-unsplit` (every tensor in one piece), `horovod` (Gloo), `horovod+mpi`, or `raw`:
+            Horovod's own functions, without tfdist.
         label: for people.
         mpirun: path, for `horovod+mpi`.
     """
@@ -33,12 +34,17 @@ class EngineWorld:
 
     def start(self, size: int, *, timeout: float) -> World:
         """A stopped world of this engine."""
-        backend = {"horovod+mpi": "horovod"}.get(self.name, self.name)
+        backend = {"horovod+mpi": "horovod", "tf-unsplit": "tf"}.get(self.name, self.name)
         world = World(
             f"{self.label}, {size} ranks",
             size,
             module="tfdist.bench.allreduce_ranks",
-            options={"np": size, "backend": backend, "mpi": bool(self.mpirun)},
+            options={
+                "np": size,
+                "backend": backend,
+                "mpi": bool(self.mpirun),
+                "unsplit": self.name == UNSPLIT.name,
+            },
             variables={},
             backend=None if backend == "raw" else backend,
             mpirun=mpirun_command(self.mpirun, size) if self.mpirun else (),
@@ -46,6 +52,10 @@ class EngineWorld:
         )
         world.pause()
         return world
+
+
+UNSPLIT = EngineWorld("tf-unsplit", "TensorFlow's collectives, unsplit")
+"""What the splitting of the `tf` engine is measured against; only on request."""
 
 
 def available_engines() -> tuple[list[EngineWorld], list[str]]:

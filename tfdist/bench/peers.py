@@ -12,7 +12,7 @@ from typing import Any
 
 from tfdist.bench.ranks import PATIENCE, Channel
 from tfdist.collectives import tf_server
-from tfdist.collectives.horovod_start import HorovodRuntime
+from tfdist.collectives.horovod_rendezvous import Rendezvous
 
 _LOOPBACK = "127.0.0.1"
 
@@ -27,7 +27,7 @@ def start_horovod(channel: Channel, *, size: int) -> Any:
     Returns:
         The module `horovod.tensorflow`.
     """
-    port = HorovodRuntime().serve_rendezvous(_LOOPBACK) if channel.rank == 0 else 0
+    port = Rendezvous(_LOOPBACK).port if channel.rank == 0 else 0
     port = channel.exchange(port)[0]
     os.environ.update(
         HOROVOD_RANK=str(channel.rank),

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import ClusterSpec
+from tfdist.collectives.horovod_rendezvous import Rendezvous
 from tfdist.collectives.tf_server import own_address
 from tfdist.errors import BackendUnavailableError
 
@@ -50,8 +51,7 @@ class HorovodRuntime:
         self._process_sets: dict[tuple[int, ...], Any] = {}
         self._starts = 0
         self._replaced: dict[str, str | None] = {}
-        self._server: Any = None
-        self._thread: threading.Thread | None = None
+        self._rendezvous: Rendezvous | None = None
         self._lock = threading.Lock()
 
     def start(self, process_sets: Sequence[tuple[int, ...]], *, dynamic: bool) -> None:
@@ -132,7 +132,9 @@ class HorovodRuntime:
         elif self._controller == "gloo" and (spec.launcher != "horovodrun" or self._starts):
             self._stop_rendezvous()
             host = str(control.roster[0].get("tf_host", "127.0.0.1"))
-            port = self._serve_rendezvous(host) if spec.rank == 0 else 0
+            if spec.rank == 0:
+                self._rendezvous = Rendezvous(host)
+            port = self._rendezvous.port if self._rendezvous is not None else 0
             port = control.exchange("horovod rendezvous", port, timeout=self._timeout)[0]
             self._export(_gloo_place(spec, host, port))
         self._starts += 1
@@ -162,27 +164,10 @@ class HorovodRuntime:
             self._replaced.setdefault(name, os.environ.get(name))
             os.environ[name] = value
 
-    def _serve_rendezvous(self, host: str) -> int:
-        """Starts Horovod's rendezvous server on this rank; returns its port."""
-        from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
-
-        self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="tfdist-horovod-rendezvous",
-            daemon=True,
-        )  # fmt: skip
-        self._thread.start()
-        return int(self._server.server_address[1])
-
     def _stop_rendezvous(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
-        if self._thread is not None:
-            self._thread.join(2.0)
-            self._thread = None
+        if self._rendezvous is not None:
+            self._rendezvous.stop()
+            self._rendezvous = None
 
 
 def choose_controller(spec: ClusterSpec, *, gloo: bool, mpi: bool) -> str:

@@ -5,7 +5,7 @@ no gradients, few dtypes and fixed shapes, move one tensor per op, and a large t
 network idles while the CPU adds, and the other way round (64 MB at 2 ranks: 270 to 400 ms).
 
 Solution: keys from the control channel (`tf_keys`), bits instead of dtypes for everything that only moves
-(`tf_words`), small tensors packed into buckets, and up to `_PARTS_IN_FLIGHT` parts of every reduction under
+(`tf_words`), small tensors packed into buckets, and up to `PARTS_IN_FLIGHT` parts of every reduction under
 way at once (the same 64 MB: about 100 ms), which the op can do itself when asked (`max_subdivs_per_device`):
 no splitting or concatenating of large tensors here.
 
@@ -41,9 +41,7 @@ if TYPE_CHECKING:
     from tfdist.control import ControlPlane
 
 _MERGE = {ReduceOp.SUM: "Add", ReduceOp.MIN: "Min", ReduceOp.MAX: "Max", ReduceOp.PRODUCT: "Mul"}
-_PARTS_IN_FLIGHT = (
-    8  # measured at 2 and 4 ranks: 4 to 16 are equal within noise; 1 takes 2 to 3 times as long
-)
+PARTS_IN_FLIGHT = 8  # measured at 2 and 4 ranks: 4 to 16 are equal within noise; 1 takes 2 to 3 times as long
 _BUCKET_BYTES = 4 * 2**20  # a copy into a bucket of this size costs less than the latency of another op
 SIZES_DIFFER = "tfdist: ranks passed different sizes to"
 
@@ -289,7 +287,7 @@ class TfCollectives(Engine):
                 instance_key=key,
                 ordering_token=self._token(order),
                 communication_hint=self._hint("ring"),
-                max_subdivs_per_device=-1 if self._nccl else _PARTS_IN_FLIGHT,
+                max_subdivs_per_device=-1 if self._nccl else PARTS_IN_FLIGHT,
                 **self._common(group),
             )
 

@@ -30,7 +30,7 @@ _HOME = {
     "tfdist.launch.function": ("run",),
     "tfdist.errors": ("TfdistError", "NotInitializedError", "LauncherError", "BackendUnavailableError",
                       "CollectiveError", "CollectiveMismatchError", "CollectiveTimeoutError", "PeerLostError",
-                      "OutOfSyncError"),
+                      "PeerFailedError", "OutOfSyncError"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 _SUBMODULES = ("callbacks",)

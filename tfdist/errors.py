@@ -45,5 +45,9 @@ class PeerLostError(CollectiveError):
     """Another rank ended, or its connection broke, while the world was still running."""
 
 
+class PeerFailedError(TfdistError, RuntimeError):
+    """Another rank left `fit()` with an error of its own, so this rank's `fit()` ends, too. The world goes on."""
+
+
 class OutOfSyncError(TfdistError, RuntimeError):
     """Ranks that must hold identical values do not."""

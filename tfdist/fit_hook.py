@@ -1,4 +1,4 @@
-"""What tfdist does around every `fit()` of a world with several ranks: refuse, prepare, guard, explain.
+"""What tfdist does around every `fit()` of a world with several ranks: refuse, prepare, guard, agree, explain.
 
 `keras_compat` finds the places in Keras; this file decides what happens there. Callbacks that must act on a
 built model before its first step register an action with `before_first_step`.
@@ -12,14 +12,23 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tfdist import operations, world
+import keras
+import tensorflow as tf
+
+from tfdist import keras_compat, metric_merging, operations, world
+from tfdist.callback_roles import runs_on_first_rank_only
 from tfdist.errors import OutOfSyncError
+from tfdist.fit_session import FitSession
 from tfdist.gradients import GradientReducer
+from tfdist.joint_step import JointSteps
 from tfdist.keras_compat import has_stock_train_step
+from tfdist.metric_merging import Measured
 from tfdist.optimizer import has_reduced, is_distributed
+from tfdist.variables import broadcast_model
 
 Action = Callable[[Any], None]
 _actions: weakref.WeakKeyDictionary[Any, list[Action]] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
 
 
 class _Local(threading.local):
@@ -44,6 +53,11 @@ def before_first_step(model: Any, action: Action) -> None:
     _actions.setdefault(model, []).append(action)
 
 
+def merges_logs(model: Any) -> bool:
+    """Whether `model` is in a `fit()` whose logs are those of all ranks' data."""
+    return model in _sessions
+
+
 class FitHook:
     """Implements `keras_compat.Hook`."""
 
@@ -51,7 +65,109 @@ class FitHook:
         self._told: set[str] = set()
         # Models whose train function has not been seen to reduce anything yet.
         self._unproven: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Any, JointSteps] = weakref.WeakKeyDictionary()
+        self._batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # What the training metrics of the running epoch came to, before validation overwrites them.
+        self._trained: weakref.WeakKeyDictionary[Any, Measured] = weakref.WeakKeyDictionary()
+
+    # Around fit().
+
+    def fit(self, model: Any, run: Callable[[], Any]) -> Any:
+        if _local.allowed or model in _sessions:
+            return run()
+        steps = self._steps_of(model)
+        session = _sessions[model] = FitSession(model, steps, self._idle_step(model))
+        try:
+            return run()
+        except Exception as error:
+            session.fail(error)
+            raise
+        finally:
+            del _sessions[model]
+            steps.begin_epoch()  # `train_on_batch` must not find what stopped this fit()
+
+    def event(self, name: str, callbacks: Any, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        session = _sessions.get(callbacks.model)
+        if session is not None and session.callbacks is None and name == "on_train_begin":
+            session.callbacks = callbacks
+        if session is None or session.callbacks is not callbacks:
+            return run()
+        result: Any = getattr(self, f"_{name}")(session, callbacks.model, run, *arguments)
+        return result
+
+    def _on_train_begin(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
+        callbacks = session.callbacks
+        session.begin(callbacks.params)
+        if not session.is_first_rank:
+            callbacks.callbacks = [each for each in callbacks.callbacks if not runs_on_first_rank_only(each)]
+        run()
+        resumed = session.begun(getattr(model, "_initial_epoch", None))
+        if resumed is not None:
+            model._initial_epoch = resumed
+            _when_built(model, broadcast_model)
+
+    def _on_epoch_begin(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
+        session.begin_epoch()
+        run()
+
+    def _on_test_begin(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
+        session.finish_steps()
+        self._trained[model] = metric_merging.measure(model, {})
+        run()
+
+    def _on_test_end(
+        self, session: FitSession, model: Any, run: Callable[[], Any], logs: Any = None, *_: Any
+    ) -> None:
+        if logs is not None:
+            self._merge(session, "validation", logs, metric_merging.measure(model, logs))
+        run()
+
+    def _on_epoch_end(
+        self, session: FitSession, model: Any, run: Callable[[], Any], epoch: int, logs: Any = None, *_: Any
+    ) -> None:
+        session.finish_steps()
+        logs = {} if logs is None else logs
+        trained = self._trained.pop(model, None) or metric_merging.measure(model, {})
+        own = {name: value for name, value in logs.items() if not name.startswith("val_")}
+        self._merge(
+            session,
+            "training",
+            logs,
+            Measured(metric_merging.numbers_in(own), trained.states, trained.samples),
+        )
+        run()
+        session.decided(epoch)
+
+    def _on_train_end(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
+        run()
+        session.end()
+
+    def _merge(self, session: FitSession, part: str, logs: dict[str, Any], mine: Measured) -> None:
+        for name in session.measured(part, logs, mine):
+            self.tell(
+                f"metric {name!r} is not one of Keras's, so its value is the mean of the ranks' values, weighted "
+                'by their samples. If its state variables are sums over samples, set `tfdist_state = "sum"` on '
+                "its class, and it is exact."
+            )
+
+    def _idle_step(self, model: Any) -> Callable[[], None]:
+        made: list[Callable[[], None]] = []
+
+        def run() -> None:
+            if not made:
+                if model not in self._batches:
+                    raise OutOfSyncError(
+                        f"Rank {world.rank()} has no batch at all for model {model.name!r}, and joins the other "
+                        "ranks only if it knows how a batch looks. Give it a tf.data.Dataset, or at least one "
+                        "sample."
+                    )
+                made.append(keras_compat.idle_step(model, self, self._batches[model]))
+            self.step(model, made[0])
+
+        return run
+
+    # Around a step.
 
     def check(self, model: Any) -> None:
         """Refuses a model whose stock train step would update without the other ranks."""
@@ -63,15 +179,31 @@ class FitHook:
             raise OutOfSyncError(_unwrapped(model))
         self._unproven.add(model)
 
-    def before_first_step(self, model: Any) -> None:
+    def before_first_step(self, model: Any, spec: Any) -> None:
+        if spec is not None:
+            self._batches[model] = spec
         for action in _actions.pop(model, []):
             action(model)
+
+    def joint_step(self, model: Any, data: Any) -> contextlib.AbstractContextManager[None]:
+        if _local.allowed:
+            return contextlib.nullcontext()
+        return self._steps_of(model).step(None if data is None else _samples(data))
+
+    def _steps_of(self, model: Any) -> JointSteps:
+        if model not in self._steps:
+            self._steps[model] = JointSteps()
+        return self._steps[model]
 
     def step(self, model: Any, run: Callable[[], Any]) -> Any:
         here = world.current()
         if here.watchdog is None:
             return run()
-        count = self._steps[model] = self._steps.get(model, 0) + 1
+        session = _sessions.get(model)
+        if session is None:
+            count = self._calls[model] = self._calls.get(model, 0) + 1
+        else:
+            count = session.execution + 1
         reductions = GradientReducer.reductions
         what = f"train step {count} of model {model.name!r}"
         with here.watchdog.watch(what):
@@ -86,12 +218,34 @@ class FitHook:
             if GradientReducer.reductions == reductions and not has_reduced(model.optimizer):
                 raise OutOfSyncError(_bypassed(model))
             self._unproven.discard(model)
+        if session is not None:
+            session.after_step()
         return result
 
     def tell(self, message: str) -> None:
         if message not in self._told and world.rank() == 0:
             self._told.add(message)
             print(f"tfdist: {message}", flush=True)
+
+
+def _when_built(model: Any, action: Action) -> None:
+    if all(layer.built for layer in model._flatten_layers()):
+        action(model)
+    else:
+        before_first_step(model, action)
+
+
+def _samples(data: Any) -> Any:
+    """Rows of the first input of a batch; 1 if there is nothing to count."""
+    inputs = data[0] if isinstance(data, tuple | list) and data else data
+    for value in keras.tree.flatten(inputs):
+        if isinstance(value, tf.SparseTensor):
+            return value.dense_shape[0]
+        if isinstance(value, tf.RaggedTensor):
+            return value.nrows()
+        if value is not None and tf.convert_to_tensor(value).shape.rank != 0:
+            return tf.shape(value)[0]
+    return 1
 
 
 def _unwrapped(model: Any) -> str:

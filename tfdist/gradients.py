@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfdist import graph_watch, world
+from tfdist import graph_watch, joint_step, world
 from tfdist.collectives.base import Group, ReduceOp
 
 DEFAULT_BUCKET_BYTES = 8 << 20
@@ -68,12 +68,17 @@ class GradientReducer:
     calls: int = 0
     reductions: ClassVar[int] = 0
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], *, weighed_by: Any = None
+    ) -> list[Any]:
         """Combines this rank's gradients with those of the other ranks; every rank of the group calls it.
+
+        In a step of `fit()` an average is weighted by the samples of each rank (see `joint_step`).
 
         Args:
             gradients: dense tensors, `tf.IndexedSlices` or None, the same kinds on every rank.
             variables: what each gradient belongs to; for error messages, groups and local variables.
+            weighed_by: this rank's share of the step, a scalar, if `gradients` were multiplied by it already.
 
         Returns:
             The global gradients in the same order, bit-identical on all ranks; sparse ones without duplicate
@@ -89,12 +94,15 @@ class GradientReducer:
         if group.size > 1:
             _agree(self.name, signature, group)
             gradients, watched = graph_watch.enter(name, gradients)
+        average = _Average(group, weighed_by, by_samples=self.op is ReduceOp.AVERAGE)
         reduced = list(gradients)
         dense: list[int] = []
+        sparse: list[int] = []
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if id(variable) in self.local_variables:
+                (gradient,) = average.weigh([gradient])
                 reduced[i] = _scale(gradient, 1 / group.size) if self.scale_local else gradient
             elif not isinstance(gradient, tf.IndexedSlices):
                 dense.append(i)
@@ -106,11 +114,7 @@ class GradientReducer:
                 reduced[i] = to_dense(gradient)
                 dense.append(i)
             else:
-                with tf.device(self.device_sparse or None):
-                    rows = sum_duplicate_rows(gradient)
-                    if group.size > 1:
-                        rows = self._reduce_rows(rows, f"{name}/sparse{i}", group)
-                    reduced[i] = rows
+                sparse.append(i)
         if group.size > 1 and dense:
             buckets = self._buckets([reduced[i] for i in dense], [variables[i] for i in dense])
             with tf.device(self.device_dense or None):
@@ -120,10 +124,14 @@ class GradientReducer:
                         [reduced[i] for i in chosen],
                         [getattr(variables[i], "overwrite_with_gradient", False) for i in chosen],
                         f"{name}/bucket{number}",
-                        group,
+                        average,
                     )
                     for i, value in zip(chosen, values, strict=True):
                         reduced[i] = value
+        for i in sparse:
+            with tf.device(self.device_sparse or None):
+                rows = sum_duplicate_rows(gradients[i])
+                reduced[i] = self._reduce_rows(rows, f"{name}/sparse{i}", average) if group.size > 1 else rows
         return graph_watch.leave(name, reduced) if watched else reduced
 
     def _buckets(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
@@ -139,12 +147,12 @@ class GradientReducer:
         return list(buckets.values())
 
     def _reduce_bucket(
-        self, gradients: Sequence[Any], overwrites: Sequence[bool], name: str, group: Group
+        self, gradients: Sequence[Any], overwrites: Sequence[bool], name: str, average: _Average
     ) -> list[Any]:
         """Reduces dense gradients together; those that overwrite their variable combine by maximum."""
         sums = [i for i, overwrite in enumerate(overwrites) if not overwrite]
         result = list(gradients)
-        for i, value in zip(sums, self._combine([gradients[i] for i in sums], name, group), strict=True):
+        for i, value in zip(sums, self._combine([gradients[i] for i in sums], name, average), strict=True):
             result[i] = value
         # Keras stores float8 scales through "gradients" that replace the variable; the scale of the global
         # batch is the largest of the ranks'.
@@ -152,59 +160,117 @@ class GradientReducer:
         if peaks:
             engine = world.current().engine
             values = engine.allreduce(
-                [gradients[i] for i in peaks], ReduceOp.MAX, name=f"{name}/max", group=group
+                [gradients[i] for i in peaks], ReduceOp.MAX, name=f"{name}/max", group=average.group
             )
             for i, value in zip(peaks, values, strict=True):
                 result[i] = value
         return result
 
-    def _combine(self, tensors: Sequence[Any], name: str, group: Group) -> list[Any]:
+    def _combine(self, tensors: Sequence[Any], name: str, average: _Average) -> list[Any]:
         if not tensors:
             return []
-        engine = world.current().engine
-        if self.op is ReduceOp.AVERAGE:
-            before, after = 1 / self.predivide_factor, self.predivide_factor / group.size
-        else:
-            before, after = 1.0, 1.0
-        if before != 1.0:
-            tensors = [_scale(tensor, before) for tensor in tensors]
+        tensors = average.weigh(tensors)
+        if self.predivide_factor != 1.0:
+            tensors = [_scale(tensor, 1 / self.predivide_factor) for tensor in tensors]
         contexts: list[Any] = [None] * len(tensors)
         if self.compression is not None:
             pairs = [self.compression.compress(tensor) for tensor in tensors]
             tensors, contexts = [t for t, _ in pairs], [c for _, c in pairs]
-        op = ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
-        tensors = engine.allreduce(tensors, op, name=name, group=group)
+        if self.op is ReduceOp.ADASUM:
+            average.send_alone(name)
+            tensors = world.current().engine.allreduce(tensors, self.op, name=name, group=average.group)
+        else:
+            # Division in a compressed dtype would round once more.
+            mean = self.op is ReduceOp.AVERAGE and self.compression is None
+            tensors = average.send_with(tensors, name, mean=mean)
         if self.compression is not None:
             tensors = [
                 self.compression.decompress(tensor, context)
                 for tensor, context in zip(tensors, contexts, strict=True)
             ]
-        return [_scale(tensor, after) for tensor in tensors] if after != 1.0 else list(tensors)
+            if self.op is ReduceOp.AVERAGE:
+                tensors = [_scale(tensor, 1 / average.group.size) for tensor in tensors]
+        if self.predivide_factor != 1.0:
+            tensors = [_scale(tensor, self.predivide_factor) for tensor in tensors]
+        return average.correct(tensors) if self.op is ReduceOp.AVERAGE else list(tensors)
 
-    def _reduce_rows(self, rows: tf.IndexedSlices, name: str, group: Group) -> tf.IndexedSlices:
+    def _reduce_rows(self, rows: tf.IndexedSlices, name: str, average: _Average) -> tf.IndexedSlices:
         """Gathers rows from all ranks, or sums whole tables when the rows would be more than a table.
 
         The choice is made from the ranks' total number of rows, so all ranks take the same branch.
         """
-        engine = world.current().engine
+        engine, group = world.current().engine, average.group
+        average.send_alone(name)
         table_rows = _table_shape(rows)[0]
         count = tf.shape(rows.indices, out_type=tf.int64)[:1]
         (total,) = engine.allreduce([count], ReduceOp.SUM, name=f"{name}/rows", group=group)
 
         def whole_table() -> tuple[tf.Tensor, tf.Tensor]:
-            (table,) = self._combine([to_dense(rows)], f"{name}/table", group)
+            (table,) = self._combine([to_dense(rows)], f"{name}/table", average)
             return tf.range(table_rows, dtype=rows.indices.dtype), table
 
         def gathered_rows() -> tuple[tf.Tensor, tf.Tensor]:
+            (weighed,) = average.weigh([rows.values])
             indices = engine.allgather(rows.indices, name=f"{name}/indices", group=group)
-            values = engine.allgather(rows.values, name=f"{name}/values", group=group)
+            values = engine.allgather(weighed, name=f"{name}/values", group=group)
             summed = sum_duplicate_rows(tf.IndexedSlices(values, indices, rows.dense_shape))
-            divisor = group.size if self.op is ReduceOp.AVERAGE else 1
-            return summed.indices, _scale(summed.values, 1 / divisor)
+            scaled = summed.values
+            if self.op is ReduceOp.AVERAGE:
+                (scaled,) = average.correct([_scale(scaled, 1 / group.size)])
+            return summed.indices, scaled
 
         indices, values = tf.cond(total[0] >= table_rows, whole_table, gathered_rows)
         values = tf.ensure_shape(values, [None, *rows.values.shape[1:]])
         return tf.IndexedSlices(values, indices, rows.dense_shape)
+
+
+class _Average:
+    """How one reduction weighs its ranks: equally, or in a step of `fit()` by their samples.
+
+    Attributes:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group, weighed_by: Any, *, by_samples: bool) -> None:
+        self.group = group
+        self._step = joint_step.current() if group.size > 1 else None
+        self._sent = self._step is None
+        self._correction: Any = None
+        self._weighed = weighed_by is not None
+        self._share: Any = weighed_by
+        if self._step is not None and not self._weighed:
+            self._share = self._step.share()
+        self._factor = self._share
+        if self._share is not None and not by_samples:
+            self._factor = tf.cast(self._share > 0.0, tf.float32)
+
+    def weigh(self, gradients: Sequence[Any]) -> list[Any]:
+        """This rank's gradients, multiplied by its share."""
+        if self._weighed or self._step is None:
+            return list(gradients)
+        return joint_step.weigh(gradients, self._factor)
+
+    def send_with(self, tensors: Sequence[Any], name: str, *, mean: bool = False) -> list[Any]:
+        """Sums or averages tensors over the ranks; the first time, what ranks tell each other rides along."""
+        engine = world.current().engine
+        if self._sent:
+            return list(engine.allreduce(tensors, ReduceOp.SUM, name=name, group=self.group, mean=mean))
+        self._sent = True
+        assert self._step is not None
+        sent = [*tensors, self._step.message(self._share)]
+        *results, heard = engine.allreduce(sent, ReduceOp.SUM, name=name, group=self.group, mean=mean)
+        size = float(self.group.size)
+        self._correction = self._step.hear(heard if mean else heard / size, size)
+        return results
+
+    def send_alone(self, name: str) -> None:
+        """Has the ranks tell each other, unless they have already."""
+        if not self._sent:
+            self.send_with([], f"{name}/shares")
+
+    def correct(self, means: Sequence[Any]) -> list[Any]:
+        """Turns sums of weighed gradients over the number of ranks into means over their samples."""
+        return list(means) if self._correction is None else joint_step.weigh(means, self._correction)
 
 
 def fill_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -275,8 +341,8 @@ def _bytes(tensor: tf.Tensor) -> int:
     return int((tensor.shape.num_elements() or 0) * tensor.dtype.size)
 
 
-def _scale(gradient: Any, factor: float) -> Any:
-    if factor == 1.0:
+def _scale(gradient: Any, factor: Any) -> Any:
+    if isinstance(factor, float) and factor == 1.0:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_scale(gradient.values, factor), gradient.indices, gradient.dense_shape)

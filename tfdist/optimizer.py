@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 import wrapt
 
-from tfdist import keras_compat, world
+from tfdist import joint_step, keras_compat, world
 from tfdist.accumulation import PassAccumulator
 from tfdist.collectives.base import ReduceOp
 from tfdist.compression import Compression
@@ -184,15 +184,23 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         if variables is None:
             variables = outer._trainable_variables
         variables = list(variables)
-        if self._self_accumulator.passes > 1 and not outer.built:
+        step = joint_step.current()
+        # Variables can't be made inside the branches of a graph.
+        if (self._self_accumulator.passes > 1 or step is not None) and not outer.built:
             outer.build(variables)
 
         def apply_reduced(reduced: list[Any]) -> Any:
             with self._already_reduced():
+                if step is not None:
+                    return step.update(lambda: apply(reduced, variables))
                 return apply(reduced, variables)
 
         return self._self_accumulator.add(
-            gradients, variables, lambda window: self._self_strategy.update(window, variables, apply_reduced)
+            gradients,
+            variables,
+            lambda window, share: self._self_strategy.update(
+                window, variables, apply_reduced, weighed_by=share
+            ),
         )
 
     @contextlib.contextmanager
@@ -267,6 +275,13 @@ def is_distributed(optimizer: Any) -> bool:
 def has_reduced(optimizer: Any) -> bool:
     """Whether an update through `optimizer` has combined gradients before."""
     return any(wrapper._self_reducer.calls for wrapper in _wrappers(optimizer) if wrapper is not None)
+
+
+def ranks_of(optimizer: Any) -> list[int]:
+    """World ranks that updates through `optimizer` are combined over; all of them without a wrapper."""
+    everyone = world.current().everyone
+    groups = [each._self_reducer.group or everyone for each in _wrappers(optimizer) if each is not None]
+    return list(max(groups, key=lambda group: group.size, default=everyone).ranks)
 
 
 def _wrappers(optimizer: Any) -> list[DistributedOptimizer | None]:

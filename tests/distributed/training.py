@@ -237,6 +237,8 @@ def ragged_last_batch() -> dict[str, Any]:
         generate,
         output_signature=(tf.TensorSpec((None, 6), tf.float32), tf.TensorSpec((None,), tf.int64)),
     )
+    if size == 1:  # Keras counts a step too much at the end of data of unknown length
+        data = data.apply(tf.data.experimental.assert_cardinality(len(parts)))
     model.fit(data, epochs=2, verbose=0)
     return bodies.outcome(model, before)
 

@@ -87,7 +87,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def allreduce(
-        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group
+        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group, mean: bool = False
     ) -> list[tf.Tensor]:
         """Combines tensors element-wise over the ranks; every rank receives bit-identical results.
 
@@ -97,6 +97,7 @@ class Engine(abc.ABC):
             op: one of `native_ops`.
             name: identifies the collective on all ranks.
             group: the ranks that take part.
+            mean: whether sums of floats are divided by the number of ranks, at less cost than afterwards.
 
         Returns:
             One tensor per input, same shapes and dtypes.

@@ -96,7 +96,7 @@ class HorovodCollectives(Engine):
         self._runtime.remove_process_set(group.ranks)
 
     def allreduce(
-        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group
+        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group, mean: bool = False
     ) -> list[tf.Tensor]:
         """One grouped all-reduce per dtype, which Horovod fuses and starts together."""
         self.start()
@@ -110,6 +110,7 @@ class HorovodCollectives(Engine):
                 [sent[place] for place in places],
                 name=_node_name(name, dtype.name),
                 op=self._constants[op],
+                postscale_factor=1.0 / group.size if mean else 1.0,
                 **self._common(group),
             )
             for place, result in zip(places, reduced, strict=True):

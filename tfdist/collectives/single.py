@@ -37,7 +37,7 @@ class SingleEngine(Engine):
         """Nothing is ever pending."""
 
     def allreduce(
-        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group
+        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group, mean: bool = False
     ) -> list[tf.Tensor]:
         """The tensors themselves."""
         return list(tensors)

@@ -100,7 +100,7 @@ class TfCollectives(Engine):
             context.context().abort_collective_ops(tf.errors.UNAVAILABLE, " ".join(reason.split()))
 
     def allreduce(
-        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group
+        self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group, mean: bool = False
     ) -> list[tf.Tensor]:
         """Ring all-reduce of buckets by dtype."""
         results: list[Any] = list(tensors)
@@ -111,7 +111,9 @@ class TfCollectives(Engine):
         for place, tensor in enumerate(tensors):
             size = static_size(tensor)
             if size is None:
-                results[place] = self._reduce_any_size(tensor, op, name=f"{name}.{place}", group=group)
+                results[place] = self._reduce_any_size(
+                    tensor, op, name=f"{name}.{place}", group=group, mean=mean
+                )
             elif size > 0:
                 fixed.setdefault(tensor.dtype, []).append(place)
         for dtype, places in fixed.items():
@@ -123,6 +125,7 @@ class TfCollectives(Engine):
                     op,
                     name=f"{name} {dtype.name} {number}",
                     group=group,
+                    mean=mean,
                 )
                 for place, result in zip(members, merged, strict=True):
                     results[place] = result
@@ -238,25 +241,29 @@ class TfCollectives(Engine):
         result.set_shape([counts[position] if _known(counts) else None, *tensor.shape.as_list()[1:]])
         return result
 
-    def _reduce_bucket(self, tensors: list[Any], op: ReduceOp, *, name: str, group: Group) -> list[Any]:
+    def _reduce_bucket(
+        self, tensors: list[Any], op: ReduceOp, *, name: str, group: Group, mean: bool
+    ) -> list[Any]:
         # TensorFlow holds the shape against a key, so a scalar and a vector of one would need two: all are flat.
         flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
         packed = flat[0] if len(flat) == 1 else tf.concat(flat, 0)
-        signature = f"reduce {name} {op.value} {static_size(packed)}"
+        signature = f"reduce {name} {op.value}{' mean' * mean} {static_size(packed)}"
         key = self._keys.instance(group, signature)
-        merged = self._reduce(packed, op, key, f"{signature} {group.ranks}", group)
+        merged = self._reduce(packed, op, key, f"{signature} {group.ranks}", group, mean=mean)
         parts = [merged]
         if len(flat) > 1:
             parts = tf.split(merged, [static_size(tensor) for tensor in flat])
         return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def _reduce_any_size(self, tensor: Any, op: ReduceOp, *, name: str, group: Group) -> Any:
+    def _reduce_any_size(
+        self, tensor: Any, op: ReduceOp, *, name: str, group: Group, mean: bool = False
+    ) -> Any:
         flat = tf.reshape(tensor, [-1])
         total = self._agreed_size(tf.size(flat, out_type=tf.int64), name=name, group=group)
         number, size = size_class(total)
-        signature = f"reduce {name} {op.value} {tensor.dtype.name} any size"
+        signature = f"reduce {name} {op.value}{' mean' * mean} {tensor.dtype.name} any size"
         key = self._keys.instance(group, signature, count=SIZE_CLASSES) + number
-        merged = self._reduce(pad(flat, size), op, key, f"{signature} {group.ranks}", group)
+        merged = self._reduce(pad(flat, size), op, key, f"{signature} {group.ranks}", group, mean=mean)
         return tf.ensure_shape(tf.reshape(merged[:total], tf.shape(tensor)), tensor.shape)
 
     def _broadcast_any_size(self, tensor: Any, root: int, *, name: str, group: Group) -> Any:
@@ -278,12 +285,14 @@ class TfCollectives(Engine):
         with tf.control_dependencies([agree] if agree is not None else []):
             return tf.identity(size)
 
-    def _reduce(self, tensor: Any, op: ReduceOp, key: Any, order: str, group: Group) -> Any:
+    def _reduce(
+        self, tensor: Any, op: ReduceOp, key: Any, order: str, group: Group, *, mean: bool = False
+    ) -> Any:
         with tf.device(self._device):
             return tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
                 merge_op=_MERGE[op],
-                final_op="Id",
+                final_op="Div" if mean else "Id",
                 instance_key=key,
                 ordering_token=self._token(order),
                 communication_hint=self._hint("ring"),

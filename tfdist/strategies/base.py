@@ -29,11 +29,14 @@ class Strategy(abc.ABC):
         self.reducer = reducer
 
     @abc.abstractmethod
-    def update(self, gradients: Gradients, variables: Sequence[Any], apply: Apply) -> Any:
+    def update(
+        self, gradients: Gradients, variables: Sequence[Any], apply: Apply, *, weighed_by: Any = None
+    ) -> Any:
         """Calls `apply` with global gradients, one per variable, so that all ranks end with equal variables.
 
         Args:
             gradients: this rank's gradients: dense tensors, `tf.IndexedSlices`, or None.
             variables: the variables they belong to.
             apply: applies a list of gradients to `variables`.
+            weighed_by: the rank's share of the step, if `gradients` were multiplied by it already.
         """

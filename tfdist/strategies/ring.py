@@ -16,5 +16,7 @@ class Ring(Strategy):
 
     name = "ring"
 
-    def update(self, gradients: Gradients, variables: Sequence[Any], apply: Apply) -> Any:
-        return apply(self.reducer.reduce(gradients, variables))
+    def update(
+        self, gradients: Gradients, variables: Sequence[Any], apply: Apply, *, weighed_by: Any = None
+    ) -> Any:
+        return apply(self.reducer.reduce(gradients, variables, weighed_by=weighed_by))

@@ -11,7 +11,7 @@ import numpy as np
 from tfdist import world
 from tfdist.errors import OutOfSyncError
 from tfdist.operations import broadcast
-from tfdist.variables.listing import agree_on_list, array_of, describe, model_state, tensor_of
+from tfdist.variables.listing import agree_on_list, array_of, describe, model_state, path_of, tensor_of
 
 MOVING_STATISTICS = ("moving_mean", "moving_variance")
 _DIGEST_BYTES = 16
@@ -65,18 +65,44 @@ def check_in_sync(model: Any, *, ignore: Sequence[str] = MOVING_STATISTICS) -> s
     if here.control is None:
         return _combine(mine)
     agree_on_list([describe(variable) for variable in variables], what=_NAME)
-    everyones = here.control.exchange(_NAME, b"".join(mine))
-    size = _DIGEST_BYTES
-    differing = [
-        index
-        for index in range(len(variables))
-        if len({bytes(digests[index * size : (index + 1) * size]) for digests in everyones}) > 1
-    ]
+    differing = _compare(mine, list(here.everyone.ranks))
     if differing:
-        first = differing[0]
-        digests = [bytes(all_of_rank[first * size : (first + 1) * size]) for all_of_rank in everyones]
+        first, digests = next(iter(differing.items()))
         raise OutOfSyncError(_difference(variables[first], digests, count=(len(differing), len(mine))))
     return _combine(mine)
+
+
+def differing_variables(variables: Sequence[Any], ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Variables that are not equal on all `ranks`, bit by bit; every one of these ranks calls it.
+
+    Args:
+        variables: the same list on every rank.
+        ranks: ascending world ranks, this one among them.
+
+    Returns:
+        For each of them its path, and the ranks whose value is not that of the first rank.
+    """
+    differing = _compare(_digests(variables), list(ranks)) if len(ranks) > 1 else {}
+    return {
+        path_of(variables[index]): [
+            rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]
+        ]
+        for index, digests in differing.items()
+    }
+
+
+def _compare(mine: Sequence[bytes], ranks: list[int]) -> dict[int, list[bytes]]:
+    """The places at which digests differ between ranks, and each rank's digest there."""
+    control = world.current().control
+    assert control is not None
+    everyones = control.exchange(f"{_NAME} on ranks {ranks}", b"".join(mine), ranks=ranks, describe=_NAME)
+    found = {}
+    for index in range(len(mine)):
+        place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
+        digests = [bytes(digests[place]) for digests in everyones]
+        if len(set(digests)) > 1:
+            found[index] = digests
+    return found
 
 
 def _difference(variable: Any, digests: Sequence[bytes], *, count: tuple[int, int]) -> str:

@@ -1,0 +1,200 @@
+"""What ranks agree on within one training step, at no extra message: their shares of the batch, and who leaves.
+
+Problem: in `fit()` ranks need more from each other than gradients. A rank with a smaller batch must count less; a
+rank that has run out of data must not count at all, and the others must not wait for it; a rank whose callback
+stops training, or fails, must take the others with it.
+
+Solution: a few numbers ride in the same all-reduce as the gradients:
+
+    sent by a rank     share of the step, 1 if it has data, 1 if it wants to stop, 1 if it has failed
+    mean over ranks    divisor of the average, part of the ranks with data, stop?, failed?
+
+A step in which somebody stops or fails, or in which nobody has data, updates nothing, on any rank: every rank
+sees the same means, and takes the same branch. So all ranks end with the weights of the last step before.
+
+A share is the number of samples in a rank's batch over a unit that all ranks know: the largest mean batch of a
+step so far. In ordinary steps it is exactly 1, and costs no multiplication of gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+_CPU = "/device:CPU:0"
+_FIRST_UNIT = 64.0  # any number will do, but a share far from 1 strains small floats
+_NOTHING_YET = [-1.0, 0.0, 0.0, 0.0]
+# Places in what is sent and summed.
+_SHARE, _ACTIVE, _STOP, _FAIL = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What the last step of a model came to, equal on all ranks.
+
+    Attributes:
+        active: ranks that had data; -1 before the first reduction of an epoch.
+        stop: whether a rank wants to stop, since the epoch began.
+        failed: whether a rank has failed.
+        count: steps of the epoch so far, with data or without.
+    """
+
+    active: int
+    stop: bool
+    failed: bool
+    count: int
+
+
+class JointSteps:
+    """The steps of one model: what this rank says in each, and what came of the last.
+
+    Its variables live on the CPU, and functions that were traced with it go on reading them.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device(_CPU):
+            self._says = tf.Variable([0.0, 0.0], trainable=False, name="joint_step_says")
+            # An `Outcome` as numbers.
+            self._outcome = tf.Variable(_NOTHING_YET, trainable=False, name="joint_step_outcome")
+            self._unit = tf.Variable(0.0, trainable=False, name="joint_step_unit")
+
+    def begin_epoch(self) -> None:
+        """Forgets what the steps of the last epoch came to."""
+        self._says.assign([0.0, 0.0])
+        self._outcome.assign(_NOTHING_YET)
+
+    def say(self, *, stop: bool, failed: bool) -> None:
+        """What this rank tells the others in the steps from now on."""
+        self._says.assign([float(stop), float(failed)])
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the last step came to."""
+        active, stop, failed, count = self._outcome.numpy()
+        return Outcome(int(active), bool(stop), bool(failed), int(count))
+
+    @contextlib.contextmanager
+    def step(self, samples: Any) -> Iterator[None]:
+        """Inside, while traced or run eagerly, reductions of gradients belong to one step of this model.
+
+        Args:
+            samples: rows of this rank's batch, a scalar; None to take part without data.
+        """
+        outer, _current.step = _current.step, _Step(self, samples)
+        try:
+            yield
+            with tf.device(_CPU):
+                self._outcome.assign_add([0.0, 0.0, 0.0, 1.0])
+        finally:
+            _current.step = outer
+
+
+def _unit_of(steps: JointSteps) -> Any:
+    unit = steps._unit.read_value()
+    return tf.where(unit > 0.0, unit, _FIRST_UNIT)
+
+
+class _Current(threading.local):
+    step: _Step | None = None
+
+
+class _Step:
+    """One step while it is traced or run."""
+
+    def __init__(self, steps: JointSteps, samples: Any) -> None:
+        self._steps = steps
+        self.idle = samples is None
+        self._samples = samples
+        self._proceeds: Any = None
+
+    def share(self) -> Any:
+        """This rank's part in the average, a float32 scalar."""
+        with tf.device(_CPU):
+            if self.idle:
+                return tf.constant(0.0)
+            return tf.cast(self._samples, tf.float32) / _unit_of(self._steps)
+
+    def message(self, share: Any) -> Any:
+        """What rides with the gradients: float32, shape [4]."""
+        with tf.device(_CPU):
+            active = tf.cast(share > 0.0, tf.float32)
+            return tf.concat([[share, active], self._steps._says.read_value()], 0)
+
+    def hear(self, mean: Any, size: float) -> Any:
+        """Takes the mean of all ranks' messages.
+
+        Args:
+            mean: float32, shape [4].
+            size: number of ranks.
+
+        Returns:
+            What turns a mean over ranks into one over their samples, a float32 scalar, in ordinary steps 1.
+        """
+        steps = self._steps
+        with tf.device(_CPU):
+            before = steps._outcome.read_value()
+            active = tf.round(mean[_ACTIVE] * size)
+            stop = tf.maximum(tf.cast(mean[_STOP] > 0.0, tf.float32), before[1])
+            failed = tf.maximum(tf.cast(mean[_FAIL] > 0.0, tf.float32), before[2])
+            steps._outcome.assign(tf.stack([active, stop, failed, before[3]]))
+            # Division by the number of ranks may have rounded.
+            share = tf.where(tf.abs(mean[_SHARE] - 1.0) < 1e-6, 1.0, mean[_SHARE])
+            batch = tf.math.divide_no_nan(share * size, active) * _unit_of(steps)
+            steps._unit.assign(tf.maximum(steps._unit, batch))
+            self._proceeds = (active > 0.0) & (stop + failed == 0.0)
+            return tf.math.divide_no_nan(1.0, share)
+
+    def update(self, apply: Callable[[], Any]) -> None:
+        """Calls `apply` unless the step updates nothing."""
+        if self._proceeds is None:
+            apply()
+        elif tf.executing_eagerly():
+            if bool(self._proceeds):
+                apply()
+        else:
+
+            def applied() -> Any:
+                apply()
+                return tf.constant(True)
+
+            tf.cond(self._proceeds, applied, lambda: tf.constant(False))
+
+
+_current = _Current()
+
+
+def current() -> _Step | None:
+    """The step that is being traced or run, if it is one of `fit()`."""
+    return _current.step
+
+
+def weigh(gradients: Sequence[Any], share: Any) -> list[Any]:
+    """Multiplies gradients by a rank's share: no work where it is 1, zeros even of NaN where it is 0."""
+    if not gradients:
+        return []
+    values = [_values(gradient) for gradient in gradients]
+
+    def weighed() -> list[Any]:
+        return [tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)) for value in values]
+
+    result = tf.cond(share == 1.0, lambda: [tf.identity(value) for value in values], weighed)
+    return [
+        _with_values(gradient, value)
+        for gradient, value in zip(gradients, tf.nest.flatten(result), strict=True)
+    ]
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
+
+
+def _with_values(gradient: Any, values: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.ensure_shape(values, gradient.shape)
+    values = tf.ensure_shape(values, gradient.values.shape)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -1,0 +1,63 @@
+"""Everything in tfdist that reaches into Keras; nothing is changed at import, all of it is undone again.
+
+`install` is called by `tfdist.init()` in a world of several ranks and `uninstall` by `tfdist.shutdown()`. An
+optimizer never sees its model, so what depends on the model is hooked here, once. Each file explains one place:
+`train_function`, `compiled_step`, `loss_scale`, `fit_loop`.
+
+tests/test_keras_compat.py fails once Keras mends one of these itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.keras_compat import fit_loop
+from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
+from tfdist.keras_compat.hook import Hook
+from tfdist.keras_compat.loss_scale import reduce_before_finiteness
+from tfdist.keras_compat.train_function import guarded_make_train_function, has_stock_train_step, idle_step
+
+__all__ = [
+    "Hook",
+    "capture_updates",
+    "captured",
+    "has_stock_train_step",
+    "idle_step",
+    "install",
+    "uninstall",
+]
+
+_originals: list[tuple[Any, str, Any]] = []
+_INHERITED = object()
+
+
+def install(hook: Hook) -> None:
+    """Puts the hooks in place; does nothing when they already are."""
+    if _originals:
+        return
+    import keras
+
+    model, loss_scale = keras.Model, keras.optimizers.LossScaleOptimizer
+    callbacks = keras.callbacks.CallbackList
+    _patch(model, "make_train_function", guarded_make_train_function(model.make_train_function, hook))
+    _patch(model, "train_step", split_train_step(model.train_step))
+    _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
+    for name in fit_loop.EVENTS:
+        _patch(callbacks, name, fit_loop.announced_event(name, getattr(callbacks, name), hook))
+    _patch(loss_scale, "apply", reduce_before_finiteness(loss_scale.apply))
+
+
+def uninstall() -> None:
+    """Restores Keras as it was."""
+    while _originals:
+        owner, name, original = _originals.pop()
+        if original is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+
+
+def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    _originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
+    setattr(owner, name, replacement)

@@ -1,0 +1,32 @@
+"""The loop of `Model.fit` (Keras >= 3.3): its ends, and what it calls in between.
+
+A callback cannot be sure to be first or last in the user's list, and sees neither the end of a rank's data nor an
+error. The list of callbacks itself, which `fit` calls at each of these points, can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tfdist.keras_compat.hook import Hook
+
+EVENTS = ("on_train_begin", "on_epoch_begin", "on_test_begin", "on_test_end", "on_epoch_end", "on_train_end")
+"""Methods of `keras.callbacks.CallbackList` that the hook sees."""
+
+
+def announced_fit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **options: Any) -> Any:
+        return hook.fit(self, lambda: original(self, *args, **options))
+
+    return fit
+
+
+def announced_event(name: str, original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        return hook.event(name, self, (*args, *options.values()), lambda: original(self, *args, **options))
+
+    return method

@@ -8,6 +8,7 @@ only. Callbacks that act on the model run everywhere.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import keras
@@ -16,7 +17,9 @@ from tfdist import world
 
 _MARK = "_tfdist_every_rank"
 # Where such a callback writes, by the name of the attribute that says so.
-_PLACES = ("log_dir", "filename", "filepath", "backup_dir")
+_FOLDERS = ("log_dir", "backup_dir")
+_FILES = ("filename", "filepath")
+_SUFFIX = re.compile(r"(\.weights)?\.\w+$")
 
 
 def every_rank(callback: Any, *, rank: int | None = None) -> Any:
@@ -26,8 +29,12 @@ def every_rank(callback: Any, *, rank: int | None = None) -> Any:
     `ProgbarLogger` and `LambdaCallback` run on rank 0 only. Every rank calls it.
 
     Args:
-        callback: a Keras callback; a `log_dir` gets a folder `rank<r>`, a file name `.rank<r>` before its suffix.
+        callback: a Keras callback; its folder gets a folder `rank<r>`, its file's name `.rank<r>` before the
+            suffix. A second call changes nothing.
         rank: number in these names; this process's rank by default.
+
+    Raises:
+        ValueError: the callback has already opened its folder, as `OrbaxCheckpoint` has.
 
     Returns:
         The same callback.
@@ -39,15 +46,32 @@ def every_rank(callback: Any, *, rank: int | None = None) -> Any:
         >>> log.filename
         'log.rank0.csv'
     """
+    if getattr(callback, _MARK, False):
+        return callback
+    if _is_orbax(callback):
+        raise ValueError(
+            "OrbaxCheckpoint opens its folder when it is made, so it cannot be given one per rank afterwards. "
+            "Leave out `every_rank`: it then runs on the first rank."
+        )
     number = world.rank() if rank is None else rank
-    for name in _PLACES:
+    for name in (*_FOLDERS, *_FILES):
         place = getattr(callback, name, None)
         if isinstance(place, str | os.PathLike):
-            stem, suffix = os.path.splitext(os.fspath(place))
-            own = f"{stem}.rank{number}{suffix}" if suffix else os.path.join(stem, f"rank{number}")
-            setattr(callback, name, own)
+            before = os.fspath(place).rstrip("/")
+            suffix = found[0] if name in _FILES and (found := _SUFFIX.search(before)) else ""
+            joint = "/" if name in _FOLDERS else "."
+            now = f"{before.removesuffix(suffix)}{joint}rank{number}{suffix}"
+            setattr(callback, name, now)
+            _move_derived(callback, before, now)
     setattr(callback, _MARK, True)
     return callback
+
+
+def _move_derived(callback: Any, before: str, now: str) -> None:
+    """Moves what the callback has put into its folder already when it was made."""
+    for name, value in list(vars(callback).items()):
+        if isinstance(value, str) and value.startswith(f"{before}/") and value != now:
+            setattr(callback, name, now + value[len(before) :])
 
 
 def runs_on_first_rank_only(callback: Any) -> bool:
@@ -62,4 +86,12 @@ def runs_on_first_rank_only(callback: Any) -> bool:
         keras.callbacks.RemoteMonitor,
         keras.callbacks.ProgbarLogger,
     )
-    return isinstance(callback, writers) or type(callback) is keras.callbacks.LambdaCallback
+    if isinstance(callback, writers) or _is_orbax(callback):
+        return True
+    return type(callback) is keras.callbacks.LambdaCallback
+
+
+def _is_orbax(callback: Any) -> bool:
+    """Keras has this callback from 3.12 on."""
+    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)
+    return orbax is not None and isinstance(callback, orbax)

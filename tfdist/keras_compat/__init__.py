@@ -2,7 +2,7 @@
 
 `install` is called by `tfdist.init()` in a world of several ranks and `uninstall` by `tfdist.shutdown()`. An
 optimizer never sees its model, so what depends on the model is hooked here, once. Each file explains one place:
-`train_function`, `compiled_step`, `loss_scale`, `fit_loop`.
+`train_function`, `compiled_step`, `loss_scale`, `fit_loop`, `saving`.
 
 tests/test_keras_compat.py fails once Keras mends one of these itself.
 """
@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.keras_compat import fit_loop
+from tfdist.keras_compat import fit_loop, saving
 from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
 from tfdist.keras_compat.hook import Hook
 from tfdist.keras_compat.loss_scale import reduce_before_finiteness
+from tfdist.keras_compat.saving import atomic_saves
 from tfdist.keras_compat.train_function import guarded_make_train_function, has_stock_train_step, idle_step
 
 __all__ = [
     "Hook",
+    "atomic_saves",
     "capture_updates",
     "captured",
     "has_stock_train_step",
@@ -46,6 +48,11 @@ def install(hook: Hook) -> None:
     for name in fit_loop.EVENTS:
         _patch(callbacks, name, fit_loop.announced_event(name, getattr(callbacks, name), hook))
     _patch(loss_scale, "apply", reduce_before_finiteness(loss_scale.apply))
+    backup = keras.callbacks.BackupAndRestore
+    _patch(model, "save", saving.atomic_method(model.save))
+    _patch(model, "save_weights", saving.atomic_method(model.save_weights))
+    _patch(backup, "_save_model", saving.recorded_backup(backup._save_model))
+    _patch(backup, "on_train_begin", saving.consistent_restore(backup.on_train_begin))
 
 
 def uninstall() -> None:

@@ -6,11 +6,13 @@ to write, the likelier. `BackupAndRestore` has the same fault twice, as it keeps
 epoch in two files: killed between them, it resumes with the weights of one epoch and the number of another; and
 killed while it removes them at the end, it may next time skip all epochs with fresh weights.
 
-A full disk is worse for HDF5 files (`.h5`, `.weights.h5`, the weights of a backup): HDF5 crashes the process.
+A full disk is worse for HDF5 files (`.h5`, `.weights.h5`, the weights of a backup): HDF5 crashes the process when
+it closes them (h5py issue 914).
 
-Solution: single local files are written by `tfdist.checkpoint.atomically`. A backup's weights file also holds the
-number of its epoch, as an HDF5 attribute that Keras ignores; when it is read, that attribute corrects the other
-file. Before a write, the space that it will need is tried. Folders (`zipped=False`), shards and remote paths are written as Keras writes them.
+Solution: single local files are written by `tfdist.checkpoint.atomically`, after trying whether the disk has the
+space. A backup's weights file also holds the number of its epoch, as an HDF5 attribute that Keras ignores; when it
+is read, that attribute corrects the other file. Folders (`zipped=False`), shards and remote paths are written as
+Keras writes them.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ def _size_of(model: Any) -> int:
 
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
-    sizes = [
+    sizes: list[int] = [
         math.prod(variable.shape) * np.dtype(keras.backend.standardize_dtype(variable.dtype)).itemsize
         for variable in variables
     ]

@@ -27,13 +27,14 @@ _HOME = {
     "tfdist.tape": ("DistributedGradientTape",),
     "tfdist.variables": ("broadcast_variables", "broadcast_global_variables", "check_in_sync"),
     "tfdist.data": ("shard",),
+    "tfdist.inference": ("evaluate", "predict"),
     "tfdist.launch.function": ("run",),
     "tfdist.errors": ("TfdistError", "NotInitializedError", "LauncherError", "BackendUnavailableError",
                       "CollectiveError", "CollectiveMismatchError", "CollectiveTimeoutError", "PeerLostError",
                       "PeerFailedError", "OutOfSyncError"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_SUBMODULES = ("callbacks",)
+_SUBMODULES = ("callbacks", "layers")
 
 __all__ = ["__version__", *_SUBMODULES, *_MODULE_OF]
 

@@ -41,7 +41,7 @@ def order_seeds(dataset: Any) -> list[list[int]]:
     if dataset.options().deterministic is False:
         raise ValueError(_out_of_order("the dataset's option `deterministic` is False"))
     seeds = []
-    for stage in _upstream(dataset):
+    for stage in upstream(dataset):
         kind = type(stage).__name__.strip("_")
         if getattr(stage, "_deterministic", None) == "false":
             raise ValueError(_out_of_order(f"the stage {kind} has `deterministic=False`"))
@@ -64,7 +64,7 @@ def _out_of_order(cause: str) -> str:
     )
 
 
-def _upstream(dataset: Any) -> Iterator[Any]:
+def upstream(dataset: Any) -> Iterator[Any]:
     """The dataset and everything it reads from, each once."""
     seen: set[int] = set()
     pending = [dataset]

@@ -34,7 +34,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is
         )
         self.inner = inner
         self._rank = rank
-        self._ranks = ranks
+        self.ranks = ranks
         self._seed = seed
         self._keep = keep
         self._epoch = 0
@@ -45,8 +45,8 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is
         whole = batches_of(self.inner)
         if whole is None:
             return None
-        extra = 1 if self._keep and self._rank < whole % self._ranks else 0
-        return whole // self._ranks + extra
+        extra = 1 if self._keep and self._rank < whole % self.ranks else 0
+        return whole // self.ranks + extra
 
     def __len__(self) -> int:
         count = self.num_batches
@@ -55,7 +55,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]  # Keras is
         return count
 
     def __getitem__(self, index: int) -> Any:
-        return self.inner[index * self._ranks + self._rank]
+        return self.inner[index * self.ranks + self._rank]
 
     def on_epoch_begin(self) -> None:
         # Keras before 3.5 has no such hook.

@@ -13,6 +13,7 @@ from tfdist import world
 from tfdist.data.agreement import agree
 from tfdist.data.arrays import array_facts, as_tensors, rows_of, shard_arrays
 from tfdist.data.datasets import dataset_facts, shard_dataset, shuffle_dataset
+from tfdist.data.marks import Mark, mark
 from tfdist.data.plan import REMAINDERS, Remainder, RowPlan
 from tfdist.data.py_datasets import py_dataset_facts, shard_py_dataset
 
@@ -99,7 +100,8 @@ def shard(
         if ranks == 1:
             return data
         agree(arguments | dataset_facts(data), proposal=proposal)
-        return shard_dataset(data, rank=rank, ranks=ranks, remainder=remainder or "drop")
+        dealt = shard_dataset(data, rank=rank, ranks=ranks, remainder=remainder or "drop")
+        return mark(dealt, Mark(ranks, in_order=not shuffle))
 
     if isinstance(data, keras.utils.PyDataset):
         _refuse_batch_size(batch_size, data)
@@ -123,7 +125,8 @@ def shard(
         remainder=remainder or ("drop" if shuffled else "keep"),
     )
     common = agree(arguments | array_facts(tensors), proposal=proposal)
-    return shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None)
+    batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None)
+    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if ranks > 1 else batches
 
 
 def _check_arguments(

@@ -61,6 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if world.size() == 1:
             return
+        fit_hook.leave_local(self.model, self.local_variables)
         if all(layer.built for layer in self.model._flatten_layers()):
             self._broadcast(self.model)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,11 +23,12 @@ from tfdist.gradients import GradientReducer
 from tfdist.joint_step import JointSteps
 from tfdist.keras_compat import has_stock_train_step
 from tfdist.metric_merging import Measured
-from tfdist.optimizer import has_reduced, is_distributed
-from tfdist.variables import broadcast_model
+from tfdist.optimizer import has_reduced, is_distributed, local_variables, ranks_of
+from tfdist.variables import MOVING_STATISTICS, broadcast_model, differing_variables, model_state
 
 Action = Callable[[Any], None]
 _actions: weakref.WeakKeyDictionary[Any, list[Action]] = weakref.WeakKeyDictionary()
+_left_local: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
 
 
@@ -51,6 +52,22 @@ def allow_local() -> Iterator[None]:
 def before_first_step(model: Any, action: Action) -> None:
     """Has `action(model)` called before the next first step of `model`, when it and its optimizer are built."""
     _actions.setdefault(model, []).append(action)
+
+
+def leave_local(model: Any, variables: Sequence[Any]) -> None:
+    """Lets these variables of `model` differ between ranks when training starts."""
+    _left_local.setdefault(model, set()).update(id(variable) for variable in variables)
+
+
+def common_state(model: Any, *, ignore: Sequence[str]) -> list[Any]:
+    """Weights and optimizer state that must be equal on all ranks.
+
+    Args:
+        model: a built model.
+        ignore: last path components of weights to leave out.
+    """
+    left = _left_local.get(model, set()) | local_variables(model.optimizer)
+    return [each for each in model_state(model, ignore=ignore) if id(each) not in left]
 
 
 def merges_logs(model: Any) -> bool:
@@ -184,6 +201,8 @@ class FitHook:
             self._batches[model] = spec
         for action in _actions.pop(model, []):
             action(model)
+        if not _local.allowed:
+            _require_equal_start(model)
 
     def joint_step(self, model: Any, data: Any) -> contextlib.AbstractContextManager[None]:
         if _local.allowed:
@@ -246,6 +265,20 @@ def _samples(data: Any) -> Any:
         if value is not None and tf.convert_to_tensor(value).shape.rank != 0:
             return tf.shape(value)[0]
     return 1
+
+
+def _require_equal_start(model: Any) -> None:
+    """Refuses to train ranks that start from different weights: they would never become equal."""
+    state = common_state(model, ignore=MOVING_STATISTICS)
+    differing = differing_variables(state, ranks_of(model.optimizer))
+    if differing:
+        path, ranks = next(iter(differing.items()))
+        raise OutOfSyncError(
+            f"All ranks must start from the same weights and optimizer state, but {len(differing)} of "
+            f"{len(state)} variables of model {model.name!r} differ, first {path!r} on rank "
+            f"{', '.join(map(str, ranks))}. Pass tfdist.callbacks.BroadcastGlobalVariablesCallback(0) to fit(), "
+            "or call tfdist.broadcast_variables(model.variables, root_rank=0) before a loop of your own."
+        )
 
 
 def _unwrapped(model: Any) -> str:

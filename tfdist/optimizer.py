@@ -284,6 +284,15 @@ def ranks_of(optimizer: Any) -> list[int]:
     return list(max(groups, key=lambda group: group.size, default=everyone).ranks)
 
 
+def local_variables(optimizer: Any) -> set[int]:
+    """Keys (`id`) of the variables whose gradients stay on their rank."""
+    found: set[int] = set()
+    for wrapper in _wrappers(optimizer):
+        if wrapper is not None:
+            found |= wrapper._self_reducer.local_variables
+    return found
+
+
 def _wrappers(optimizer: Any) -> list[DistributedOptimizer | None]:
     """The wrappers that updates of `optimizer` go through; None for each part that has none.
 

@@ -15,8 +15,9 @@ all-gather (N-1)·K, all-to-all (N-1)/N·K, broadcast at most 2·K (a binary tre
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -44,6 +45,37 @@ _MERGE = {ReduceOp.SUM: "Add", ReduceOp.MIN: "Min", ReduceOp.MAX: "Max", ReduceO
 PARTS_IN_FLIGHT = 8  # measured at 2 and 4 ranks: 4 to 16 are equal within noise; 1 takes 2 to 3 times as long
 _BUCKET_BYTES = 4 * 2**20  # a copy into a bucket of this size costs less than the latency of another op
 SIZES_DIFFER = "tfdist: ranks passed different sizes to"
+
+
+def _in_a_frame_of_its_own(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a collective in the body of a loop meet the same one outside of loops, or in another turn.
+
+    TensorFlow tells collectives apart by their key and the turn of the loop that they run in. A rank that has run
+    out of data in the middle of `steps_per_execution` joins the others' steps from outside of the loop. A function
+    that is not inlined counts its turns anew.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if not _is_in_loop():
+            return method(self, *args, **options)
+        run = tf.function(
+            lambda: method(self, *args, **options),
+            autograph=False,
+            experimental_attributes={"_noinline": True},
+        )
+        return run()
+
+    return call
+
+
+def _is_in_loop() -> bool:
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if type(graph).__name__ == "WhileBodyFuncGraph":
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 class TfCollectives(Engine):
@@ -99,6 +131,7 @@ class TfCollectives(Engine):
             # On one line, because TensorFlow logs it, too, and `tfdist run` hides that line as a repetition.
             context.context().abort_collective_ops(tf.errors.UNAVAILABLE, " ".join(reason.split()))
 
+    @_in_a_frame_of_its_own
     def allreduce(
         self, tensors: Sequence[tf.Tensor], op: ReduceOp, *, name: str, group: Group, mean: bool = False
     ) -> list[tf.Tensor]:
@@ -131,6 +164,7 @@ class TfCollectives(Engine):
                     results[place] = result
         return results
 
+    @_in_a_frame_of_its_own
     def allgather(
         self, tensor: tf.Tensor, *, name: str, group: Group, lengths: Sequence[int] | None = None
     ) -> tf.Tensor:
@@ -158,6 +192,7 @@ class TfCollectives(Engine):
         result.set_shape([sum(each) if _known(each) else None, *static[1:]])
         return result
 
+    @_in_a_frame_of_its_own
     def broadcast(
         self, tensors: Sequence[tf.Tensor], root: int, *, name: str, group: Group
     ) -> list[tf.Tensor]:
@@ -187,6 +222,7 @@ class TfCollectives(Engine):
                 results[fixed[i]] = tf.reshape(flat, tensor.shape)
         return results
 
+    @_in_a_frame_of_its_own
     def alltoall(
         self, tensor: tf.Tensor, splits: tf.Tensor, *, name: str, group: Group
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -212,6 +248,7 @@ class TfCollectives(Engine):
         result.set_shape([None, *tensor.shape.as_list()[1:]])
         return result, received
 
+    @_in_a_frame_of_its_own
     def reducescatter(self, tensor: tf.Tensor, op: ReduceOp, *, name: str, group: Group) -> tf.Tensor:
         """All-to-all of equal blocks, then a local reduction: TensorFlow has no reduce-scatter on CPU."""
         if group.size == 1:

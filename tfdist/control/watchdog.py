@@ -3,8 +3,9 @@
 A rank waits inside the engine, in a graph, where no Python code runs. The engines' own bounds don't serve:
 Horovod's stall shutdown never fired when measured (0.28.1, Gloo, stalls of four times its setting), and
 TensorFlow's `timeout_seconds` keeps two threads per collective asleep until it passes. So a thread looks at what
-this rank is in; once that has lasted longer than the world's bound, it asks what the other ranks are in. Only if
-one of them is somewhere else is this a stall: a step may rightly take long on all ranks.
+this rank is in; once that has lasted longer than the world's bound, it asks what the other ranks are in. If one of
+them is somewhere else, this is a stall. A step may rightly take long on all ranks; only after several times the
+bound it is taken for a stall, too: they may wait for different collectives inside it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 from tfdist.control.diagnosis import explain_missing, guess_missing
 from tfdist.control.plane import ControlPlane
 from tfdist.errors import CollectiveTimeoutError, TfdistError
+
+_PATIENCE = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +116,18 @@ class Watchdog:
         except TfdistError:
             return  # the channel has failed, and tells everybody itself
         missing = guess_missing(statuses, wait.label, everyone)
-        if not missing or self._inside.get(what) is not wait:
+        waited = time.monotonic() - wait.since
+        if self._inside.get(what) is not wait or (not missing and waited < _PATIENCE * self._timeout):
             return
         text = explain_missing(
             statuses, waiting_for=wait.label, ranks=everyone, missing=missing, waited=self._timeout
         )
+        if not missing:
+            text = (
+                f"All ranks have been in {wait.label!r} for {waited:.0f} s, {_PATIENCE} times the bound. They wait "
+                "for different collectives in it, or it is only slow. Make all ranks run the same operations in "
+                "the same number, or raise `tfdist.init(timeout=...)`."
+            )
         self.error = CollectiveTimeoutError(text)
         if wait.printing:
             print(f"tfdist: {text}", file=sys.stderr, flush=True)

@@ -6,7 +6,8 @@ from tfdist.variables.broadcast import (
     broadcast_variables,
     offset_seeds,
 )
-from tfdist.variables.sync import MOVING_STATISTICS, check_in_sync, fingerprint
+from tfdist.variables.listing import model_state, path_of
+from tfdist.variables.sync import MOVING_STATISTICS, check_in_sync, differing_variables, fingerprint
 
 __all__ = [
     "MOVING_STATISTICS",
@@ -14,6 +15,9 @@ __all__ = [
     "broadcast_model",
     "broadcast_variables",
     "check_in_sync",
+    "differing_variables",
     "fingerprint",
+    "model_state",
     "offset_seeds",
+    "path_of",
 ]

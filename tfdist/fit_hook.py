@@ -225,7 +225,7 @@ class FitHook:
             count = session.execution + 1
         reductions = GradientReducer.reductions
         what = f"train step {count} of model {model.name!r}"
-        with here.watchdog.watch(what):
+        with here.watchdog.watch(what, ranks_of(model.optimizer)):
             try:
                 result = run()
             except Exception as error:

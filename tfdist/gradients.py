@@ -93,7 +93,7 @@ class GradientReducer:
         watched = False
         if group.size > 1:
             _agree(self.name, signature, group)
-            gradients, watched = graph_watch.enter(name, gradients)
+            gradients, watched = graph_watch.enter(name, gradients, group.ranks)
         average = _Average(group, weighed_by, by_samples=self.op is ReduceOp.AVERAGE)
         reduced = list(gradients)
         dense: list[int] = []

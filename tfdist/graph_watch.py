@@ -15,12 +15,13 @@ import tensorflow as tf
 from tfdist import world
 
 
-def enter(what: str, tensors: Sequence[Any]) -> tuple[list[Any], bool]:
+def enter(what: str, tensors: Sequence[Any], ranks: Sequence[int]) -> tuple[list[Any], bool]:
     """Makes the graph tell the watchdog that it enters `what` before it uses `tensors`.
 
     Args:
         what: name of the collective, equal on all ranks.
         tensors: inputs of the collective: tensors, `tf.IndexedSlices`, or None.
+        ranks: the world ranks that take part.
 
     Returns:
         The inputs to use instead, and whether `leave` must be called on the results.
@@ -30,7 +31,7 @@ def enter(what: str, tensors: Sequence[Any]) -> tuple[list[Any], bool]:
         return list(tensors), False
 
     def told() -> np.ndarray[Any, Any]:
-        watchdog.enter_again(what)
+        watchdog.enter_again(what, ranks)
         return np.int32(0)  # type: ignore[return-value]
 
     return _after(tf.numpy_function(told, [], tf.int32), tensors), True

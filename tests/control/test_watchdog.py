@@ -39,7 +39,9 @@ class Control:
         return RankStatus(rank, "host", 1, True, last, "entered" if inside else "", 1.0, 0.1, inside)
 
 
-def seconds_until_aborted(control: Control, *, bound: float) -> tuple[float | None, str]:
+def seconds_until_aborted(
+    control: Control, *, bound: float, ranks: list[int] | None = None
+) -> tuple[float | None, str]:
     aborted, reasons = threading.Event(), []
 
     def abort(reason: str) -> None:
@@ -49,7 +51,7 @@ def seconds_until_aborted(control: Control, *, bound: float) -> tuple[float | No
     watchdog: Any = Watchdog(control, abort, timeout=TIMEOUT)  # type: ignore[arg-type]
     start = time.monotonic()
     try:
-        with watchdog.watch("train step 3"):
+        with watchdog.watch("train step 3", ranks):
             ended = aborted.wait(bound)
     finally:
         watchdog.stop()
@@ -66,6 +68,10 @@ def test_a_rank_that_is_elsewhere_is_a_stall() -> None:
 
 def test_a_long_step_of_all_ranks_is_none() -> None:
     assert seconds_until_aborted(Control("train step 3"), bound=4 * TIMEOUT) == (None, "")
+
+
+def test_only_the_ranks_of_a_process_set_must_come() -> None:
+    assert seconds_until_aborted(Control(), bound=4 * TIMEOUT, ranks=[0]) == (None, "")
 
 
 def test_a_step_that_never_ends_on_any_rank_is_one() -> None:

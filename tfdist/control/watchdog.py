@@ -15,7 +15,7 @@ import dataclasses
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from tfdist.control.diagnosis import explain_missing, guess_missing
 from tfdist.control.plane import ControlPlane
@@ -26,11 +26,14 @@ _PATIENCE = 6
 
 @dataclasses.dataclass(frozen=True)
 class _Wait:
-    """Something this rank is in: the section's name, since when, the open section, whether to print a stall."""
+    """Something this rank is in: the section's name, since when, the open section, who belongs there, whether to
+    print a stall.
+    """
 
     label: str
     since: float
     section: contextlib.ExitStack
+    ranks: Sequence[int]
     printing: bool
 
 
@@ -55,21 +58,21 @@ class Watchdog:
         self.error: CollectiveTimeoutError | None = None
 
     @contextlib.contextmanager
-    def watch(self, what: str) -> Iterator[None]:
-        """Marks that this rank is in `what`, where every rank must come within the bound."""
-        self._enter(what, what, printing=False)
+    def watch(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
+        """Marks that this rank is in `what`, where all of `ranks`, by default every rank, must come in time."""
+        self._enter(what, what, ranks, printing=False)
         try:
             yield
         finally:
             self.leave(what)
 
-    def enter_again(self, what: str) -> None:
-        """Enters what is entered many times; the ranks' k-th times belong together. `leave` ends it.
+    def enter_again(self, what: str, ranks: Sequence[int] | None = None) -> None:
+        """Enters what is entered many times; the k-th times of `ranks` belong together. `leave` ends it.
 
         No Python code of tfdist stands around it to explain the engine's error, so a stall is also printed.
         """
         count = self._counts[what] = self._counts.get(what, 0) + 1
-        self._enter(what, f"{what}, time {count}", printing=True)
+        self._enter(what, f"{what}, time {count}", ranks, printing=True)
 
     def leave(self, what: str) -> None:
         """Stops the clock of `what`; others, in flight at the same time, go on."""
@@ -83,12 +86,13 @@ class Watchdog:
         """Whether this rank is in something that is watched."""
         return bool(self._inside)
 
-    def _enter(self, what: str, label: str, *, printing: bool) -> None:
+    def _enter(self, what: str, label: str, ranks: Sequence[int] | None, *, printing: bool) -> None:
         section = contextlib.ExitStack()
         section.enter_context(self._control.section(label))
         with self._lock:
             before = self._inside.get(what)
-            self._inside[what] = _Wait(label, time.monotonic(), section, printing)
+            expected = range(self._control.spec.size) if ranks is None else ranks
+            self._inside[what] = _Wait(label, time.monotonic(), section, expected, printing)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tfdist-watchdog", daemon=True)
                 self._thread.start()
@@ -110,17 +114,16 @@ class Watchdog:
                     self._examine(what, wait)
 
     def _examine(self, what: str, wait: _Wait) -> None:
-        everyone = list(range(self._control.spec.size))
         try:
             statuses = self._control.status()
         except TfdistError:
             return  # the channel has failed, and tells everybody itself
-        missing = guess_missing(statuses, wait.label, everyone)
+        missing = guess_missing(statuses, wait.label, wait.ranks)
         waited = time.monotonic() - wait.since
         if self._inside.get(what) is not wait or (not missing and waited < _PATIENCE * self._timeout):
             return
         text = explain_missing(
-            statuses, waiting_for=wait.label, ranks=everyone, missing=missing, waited=self._timeout
+            statuses, waiting_for=wait.label, ranks=wait.ranks, missing=missing, waited=self._timeout
         )
         if not missing:
             text = (

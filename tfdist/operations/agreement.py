@@ -169,7 +169,7 @@ def run_engine(
         # An eager call has met its peers already; in a graph no engine bounds its waits.
         watched = False
         if call.payloads is None:
-            inputs, watched = graph_watch.enter(call.name, inputs)
+            inputs, watched = graph_watch.enter(call.name, inputs, call.group.ranks)
         outputs = list(work(inputs))
         if watched:
             outputs = graph_watch.leave(call.name, outputs)

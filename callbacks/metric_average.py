@@ -20,7 +20,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
     In `fit()` it has nothing left to do: there, logs are global already when the first callback reads them. In a
     loop of your own, `callback.on_epoch_end(epoch, logs)` changes `logs` in place: values of the model's metrics
     come from the sum of the ranks' states, which is exact; others are the mean of the ranks' values, weighted by
-    the samples that each rank's loss tracker has counted. Values that only some ranks have stay as they are.
+    the samples that each rank's loss tracker has counted. A rank without data gets the values of the others; what
+    only some ranks with data have stays as it is.
+
+    A metric of your own is exact, too, if its class says `tfdist_state = "sum"`: all its variables are sums over
+    samples. So is one that keeps its state in metrics of Keras. Losses of single outputs, which Keras takes as
+    means over batches rather than samples, are exact where batches are equal.
 
     Args:
         device: kept for Horovod's signature; no tensors are moved.

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.worlds import on
+import tfdist
+from tests.distributed import bodies, models
+from tests.worlds import World, on
 from tfdist.metric_merging import Measured, adds_up, measure, merge
 
 WORLDS = on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
@@ -313,3 +315,159 @@ def test_what_only_one_rank_has_or_has_in_another_shape_is_left_out() -> None:
     ]
     assert merge(model, ranks)[0] == {"both": pytest.approx(3.0), "rate": 0.1}
     assert merge(model, [Measured({}, [None], 0.0)] * 2)[0] == {}
+
+
+# fit() of real ranks.
+
+
+def every_kind_of_metric() -> Any:
+    """A model with an output for each kind of metric."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(6, "tanh")(inputs)
+    outputs = {
+        "yes": keras.layers.Dense(1, "sigmoid", name="yes")(hidden),
+        "kind": keras.layers.Dense(3, "softmax", name="kind")(hidden),
+        "size": keras.layers.Dense(1, name="size")(hidden),
+    }
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        bodies.wrap(keras.optimizers.Adam(0.01)),
+        {"yes": "binary_crossentropy", "kind": "categorical_crossentropy", "size": "mse"},
+        metrics={
+            "yes": ["accuracy", keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.Recall()],
+            "kind": [
+                "accuracy",
+                keras.metrics.MeanIoU(3, sparse_y_true=False, sparse_y_pred=False),
+                keras.metrics.F1Score(name="f1"),
+                keras.metrics.F1Score(average="macro", name="macro"),
+            ],
+            "size": [keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()],
+        },
+    )
+    return model
+
+
+def labelled(count: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    draw = np.random.default_rng(count)
+    x = draw.normal(size=(count, 4)).astype("float32")
+    kinds = np.argmax(x[:, :3] + draw.normal(size=(count, 3)), axis=1)
+    yes = (x[:, :1] + 0.5 * draw.normal(size=(count, 1)) > 0.2).astype("float32")
+    return x, {"yes": yes, "kind": np.eye(3, dtype="float32")[kinds], "size": x[:, 1:2] ** 2}
+
+
+class Seen(keras.callbacks.Callback):
+    """What a callback reads at the end of each epoch, which must be what the history keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict[str, Any]] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs.append({name: np.asarray(value).tolist() for name, value in logs.items()})
+
+
+def history_of_every_metric() -> dict[str, Any]:
+    """Trains on 5 full global batches and one of 5 rows; the last rank has nothing to validate on."""
+    rank, size = tfdist.rank(), tfdist.size()
+    validation = tf.data.Dataset.from_tensor_slices(labelled(37))
+    if size > 1:
+        start, count = (0, 37) if size == 2 else (12 * rank, [12, 12, 13, 0][rank])
+        validation = validation.skip(start).take(count if rank < size - 1 else 0)
+    model, seen = every_kind_of_metric(), Seen()
+    history = model.fit(
+        tfdist.shard(labelled(125), batch_size=24 // size, shuffle=False),
+        validation_data=validation.batch(10),
+        epochs=2,
+        verbose=0,
+        callbacks=[seen],
+    ).history
+    assert len(history) == 2 * 14
+    plain = {name: np.asarray(values, np.float64).tolist() for name, values in history.items()}
+    assert [{name: values[epoch] for name, values in plain.items()} for epoch in range(2)] == seen.logs
+    return plain
+
+
+def alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    tfdist.init()
+    try:
+        return function(*args)
+    finally:
+        tfdist.shutdown()
+
+
+def assert_equal_history(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    assert results == [results[0]] * len(results), "ranks differ"
+    assert set(results[0]) == set(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(results[0][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@WORLDS
+def test_history_of_every_metric_is_that_of_one_process(world: World) -> None:
+    results, expected = world.call(history_of_every_metric), alone(history_of_every_metric)
+    for history in (*results, expected):
+        for output in ("yes", "kind", "size"):
+            # Keras takes these as means over batches, whatever their sizes, so they depend on how data are batched.
+            # Where ranks have equal batches they are exact: see "loss and metrics as dicts".
+            del history[f"{output}_loss"], history[f"val_{output}_loss"]
+    assert_equal_history(results, expected)
+
+
+def fit_with(option: str) -> dict[str, Any]:
+    """Trains with one option of `fit()` or `compile()`, each rank on its share of the rows."""
+    x, y = models.data("dense")
+    share = bodies.share
+    weight = np.random.default_rng(2).random(len(x)).astype("float32")
+    other = x[::-1].copy(), y, weight
+    options: dict[str, Any] = {
+        "validation_data": {"validation_data": [*map(share, other[:2])]},
+        "validation_data, weighted": {"validation_data": [*map(share, other)], "validation_batch_size": 3},
+        "validation_steps": {"validation_data": [*map(share, other)], "validation_steps": 2},
+        "validation_split": {"validation_split": 0.25},
+        "validation_freq": {"validation_data": [*map(share, other)], "validation_freq": 2},
+        "class_weight": {"class_weight": {0: 0.2, 1: 3.0, 2: 1.0}},
+        "sample_weight": {"sample_weight": share(weight)},
+        "steps_per_execution": {"validation_data": [*map(share, other)]},
+    }[option]
+    options["validation_data"] = options.get("validation_data") and tuple(options["validation_data"])
+    keras.utils.set_random_seed(3)
+    model = models.dense()
+    model.compile(
+        bodies.wrap(keras.optimizers.Adam(0.01)),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        weighted_metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")],
+        steps_per_execution=3 if option == "steps_per_execution" else 1,
+    )
+    before = bodies.weights_of(model)
+    batch = models.GLOBAL_BATCH // tfdist.size()
+    history = model.fit(share(x), share(y), batch_size=batch, shuffle=False, epochs=3, verbose=0, **options)
+    return bodies.outcome(model, before) | {"history": history.history}
+
+
+@PAIRS
+@pytest.mark.parametrize(
+    "option",
+    [
+        "validation_data",
+        "validation_data, weighted",
+        "validation_steps",
+        "validation_split",
+        "validation_freq",
+        "class_weight",
+        "sample_weight",
+        "steps_per_execution",
+    ],
+)
+def test_options_of_fit_work_as_in_one_process(world: World, option: str) -> None:
+    expected = alone(fit_with, option)
+    results = world.call(fit_with, option)
+    assert_equal_history([result["history"] for result in results], expected["history"])
+    assert len({result["digest"] for result in results}) == 1, "ranks differ"
+    assert results[0]["iterations"] == expected["iterations"] > 0
+    assert max(expected["moved"]) > 1e-3
+    for actual, wanted in zip(results[0]["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-5, rtol=1e-5)
+    validates = option.startswith("validation") or option == "steps_per_execution"
+    assert ("val_loss" in expected["history"]) == validates

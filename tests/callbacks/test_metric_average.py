@@ -1,4 +1,4 @@
-"""`MetricAverageCallback`: weights by samples, train and validation apart, seen by later callbacks."""
+"""`MetricAverageCallback`: exact in a loop of one's own; in `fit()` logs are global before it sees them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 
+import tfdist
+from tests.distributed import bodies
 from tests.played_ranks import as_rank
 from tests.worlds import World, on
 from tfdist.callbacks import MetricAverageCallback
 
 
-def compiled() -> Any:
+def compiled(optimizer: Any = None) -> Any:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    model.compile(optimizer or keras.optimizers.SGD(0.0), "mse", metrics=["mae", keras.metrics.R2Score()])
     return model
 
 
@@ -25,77 +26,40 @@ def data(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return x, x[:, :1] * rows
 
 
-def peer_of(said_by_peer: dict[str, Any]) -> Any:
-    return lambda rank, said: said if rank == 0 else said_by_peer
+def averaging(model: Any) -> Any:
+    callback = MetricAverageCallback()
+    callback.set_model(model)
+    return callback
 
 
-class Seen(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.logs = dict(logs)
-
-
-def test_equals_one_process_on_all_rows_though_parts_differ() -> None:
-    """Rank 1 of 2 trains and validates on other amounts of data; the rate is 0, so weights do not matter."""
-    train, validation = (data(10), data(7)), (data(5), data(20))
-    said: list[dict[str, Any]] = []
+def test_a_loop_of_ones_own_gets_what_one_process_measures() -> None:
+    """Rank 1 of 2 measures another amount of data."""
+    parts, said = (data(10), data(25)), []
 
     def listen(rank: int, what: Any) -> Any:
         said.append(what)
         return what
 
+    model = compiled()
     with as_rank(1, 2, listen):
-        compiled().fit(
-            *train[1],
-            batch_size=4,
-            validation_data=validation[1],
-            callbacks=[MetricAverageCallback()],
-            verbose=0,
+        averaging(model).on_epoch_end(
+            0, {**model.evaluate(*parts[1], verbose=0, return_dict=True), "rate": 0.5}
         )
-    seen = Seen()
-    with as_rank(0, 2, peer_of(said[0])):
-        history = compiled().fit(
-            *train[0],
-            batch_size=4,
-            validation_data=validation[0],
-            callbacks=[MetricAverageCallback(), seen],
-            verbose=0,
-        )
-    whole = compiled().fit(
-        *map(np.concatenate, zip(*train, strict=True)),
-        batch_size=8,
-        validation_data=tuple(map(np.concatenate, zip(*validation, strict=True))),
-        verbose=0,
-    )
-    assert set(history.history) == {"loss", "mae", "val_loss", "val_mae"}
-    for name, values in whole.history.items():
-        np.testing.assert_allclose(history.history[name], values, rtol=1e-5, err_msg=name)
-        assert seen.logs[name] == history.history[name][0]
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "expected"),
-    [((1.0, 10), (4.0, 20), 3.0), ((1.0, 10), (float("nan"), 0), 1.0), ((1.0, 0), (4.0, 0), 2.5)],
-)
-def test_a_rank_without_samples_does_not_count(mine: Any, theirs: Any, expected: float) -> None:
-    peer = {"train": theirs[1], "validation": 0.0, "values": {"loss": theirs[0]}}
-    callback = MetricAverageCallback()
-    callback.set_model(compiled())
-    callback._train_samples = mine[1]
-    logs = {"loss": mine[0]}
-    with as_rank(0, 2, peer_of(peer)):
-        callback.on_epoch_end(0, logs)
-    assert logs["loss"] == pytest.approx(expected)
-
-
-def test_leaves_alone_what_only_one_rank_has_and_what_is_equal() -> None:
-    peer = {"train": 7, "validation": 0.0, "values": {"lr": 0.1, "theirs": 1.0}}
-    callback = MetricAverageCallback()
-    callback.set_model(compiled())
-    callback._train_samples = 3
-    logs = {"lr": 0.1, "mine": 5.0, "note": "text"}
-    with as_rank(0, 2, peer_of(peer)):
-        callback.on_epoch_end(0, logs)
-    assert logs == {"lr": 0.1, "mine": 5.0, "note": "text"}
+    theirs = said[0]
+    logs = {
+        **model.evaluate(*parts[0], verbose=0, return_dict=True),
+        "rate": 0.1,
+        "mine": 1.0,
+        "note": "text",
+    }
+    with as_rank(0, 2, lambda rank, mine: theirs if rank else mine):
+        averaging(model).on_epoch_end(0, logs)
+    whole = map(np.concatenate, zip(*parts, strict=True))
+    expected = model.evaluate(*whole, verbose=0, return_dict=True)
+    for name, value in expected.items():
+        np.testing.assert_allclose(logs[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(logs["rate"], (10 * 0.1 + 25 * 0.5) / 35)
+    assert (logs["mine"], logs["note"]) == (1.0, "text"), "what one rank alone has stays"
 
 
 def test_alone_it_does_nothing() -> None:
@@ -104,33 +68,45 @@ def test_alone_it_does_nothing() -> None:
     assert averaged.history == compiled().fit(*data(9), verbose=0).history
 
 
-def shared_history() -> dict[str, list[float]]:
-    import tfdist
+class Seen(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: list[dict[str, float]] = []
 
-    model = compiled()
-    model.compile(tfdist.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse", metrics=["mae"])
-    average = tfdist.callbacks.MetricAverageCallback()
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.logs.append(dict(logs))
+
+
+def history_and_own_loop() -> dict[str, Any]:
+    """What callbacks before and after it read in `fit()`, and what it makes of an evaluation of one's own."""
+    model = compiled(bodies.wrap(keras.optimizers.SGD(0.05)))
+    before, after, average = Seen(), Seen(), MetricAverageCallback()
     history = model.fit(
         tfdist.shard(data(24), batch_size=8 // tfdist.size(), seed=1),
         validation_data=tfdist.shard(data(13), batch_size=4, shuffle=False),
-        epochs=3,
+        epochs=2,
         shuffle=False,
         verbose=0,
-        callbacks=[average],
-    )
-    return dict(history.history)
+        callbacks=[before, average, after],
+    ).history
+    epochs = [{name: values[epoch] for name, values in history.items()} for epoch in range(2)]
+    assert before.logs == after.logs == epochs
+    x, y = (values[tfdist.rank() :: tfdist.size()] for values in data(13))
+    logs = model.evaluate(x, y, verbose=0, return_dict=True)
+    average.on_epoch_end(0, logs)
+    return {"history": history, "own loop": logs}
 
 
 @on(("tf", 2))
-def test_history_of_all_ranks_is_that_of_one_process(world: World) -> None:
-    import tfdist
-
-    first, second = world.call(shared_history)
+def test_all_ranks_read_what_one_process_does(world: World) -> None:
+    first, second = world.call(history_and_own_loop)
     assert first == second
     tfdist.init()
     try:
-        alone = shared_history()
+        alone = history_and_own_loop()
     finally:
         tfdist.shutdown()
-    for name, values in alone.items():
-        np.testing.assert_allclose(first[name], values, rtol=1e-5, err_msg=name)
+    for part, values in alone.items():
+        assert set(first[part]) == set(values)
+        for name, value in values.items():
+            np.testing.assert_allclose(first[part][name], value, rtol=1e-5, err_msg=f"{part}: {name}")

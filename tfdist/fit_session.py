@@ -28,7 +28,6 @@ from tfdist.joint_step import JointSteps
 from tfdist.metric_merging import Measured
 from tfdist.optimizer import ranks_of
 
-
 _GRACE = 3.0
 """Seconds in which the other ranks fail, too, if what failed here fails everywhere."""
 

@@ -82,6 +82,18 @@ def test_xla_is_kept_out_of_collectives(world: World, kind: str) -> None:
     assert all(result["jit_compile"] for result in results)
 
 
+@WORLDS
+@pytest.mark.parametrize("order", ["loss scale outside", "loss scale inside"])
+def test_float16_with_everything_else(world: World, order: str) -> None:
+    expected = alone(training.all_together, order)
+    results: list[dict[str, Any]] = world.call(training.all_together, order)
+    assert len({result["digest"] for result in results}) == 1, "ranks differ"
+    assert results[0]["iterations"] == expected["iterations"] == 8
+    assert max(results[0]["moved"]) > 1e-2
+    for actual, wanted in zip(results[0]["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=2e-3)
+
+
 @on(("tf", 4), ("horovod", 4))
 def test_process_sets_train_models_of_their_own(world: World) -> None:
     results: list[dict[str, Any]] = world.call(training.in_a_process_set, None)

@@ -81,6 +81,36 @@ def custom_loop(kind: str) -> dict[str, Any]:
     return bodies.outcome(model, before, inner)
 
 
+def all_together(order: str) -> dict[str, Any]:
+    """float16, loss scaling, clipping by global norm, moving averages and accumulation, in one `fit()`."""
+    import keras
+
+    import tfdist
+
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        inner = keras.optimizers.AdamW(0.01, global_clipnorm=0.2, use_ema=True, ema_momentum=0.9)
+        if order == "loss scale outside":
+            scaled = keras.optimizers.LossScaleOptimizer(_accumulating(inner), initial_scale=64.0)
+        else:
+            scaled = _accumulating(keras.optimizers.LossScaleOptimizer(inner, initial_scale=64.0))
+        model = _dense(scaled, auto_scale_loss=False)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x, y = models.data("dense", steps=8)
+    before = bodies.weights_of(model)
+    size = tfdist.size()
+    # Two passes of each rank make one step: one process takes their rows at once.
+    batch = 2 * models.GLOBAL_BATCH if size == 1 else models.GLOBAL_BATCH // size
+    x, y = (x, y) if size == 1 else (bodies.share(x), bodies.share(y))
+    model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+    return bodies.outcome(model, before, inner)
+
+
+def _accumulating(optimizer: Any) -> Any:
+    return bodies.wrap(optimizer, backward_passes_per_step=2)
+
+
 def in_a_process_set(backwards: bool | None) -> dict[str, Any]:
     """Ranks 0 and 2 train on the data, ranks 1 and 3 on the same data with the labels reversed.
 

@@ -180,7 +180,7 @@ class FitHook:
                         "sample."
                     )
                 made.append(keras_compat.idle_step(model, self, self._batches[model]))
-            self.step(model, made[0])
+            self._guarded(model, made[0])
 
         return run
 
@@ -215,6 +215,13 @@ class FitHook:
         return self._steps[model]
 
     def step(self, model: Any, run: Callable[[], Any]) -> Any:
+        result = self._guarded(model, run)
+        if model in _sessions:
+            _sessions[model].after_step()
+        return result
+
+    def _guarded(self, model: Any, run: Callable[[], Any]) -> Any:
+        """Runs something in which all ranks meet: bounded, with errors explained, and proved to reduce."""
         here = world.current()
         if here.watchdog is None:
             return run()
@@ -237,8 +244,6 @@ class FitHook:
             if GradientReducer.reductions == reductions and not has_reduced(model.optimizer):
                 raise OutOfSyncError(_bypassed(model))
             self._unproven.discard(model)
-        if session is not None:
-            session.after_step()
         return result
 
     def tell(self, message: str) -> None:

@@ -19,6 +19,7 @@ others wait, and tells them; all of them raise there, and can train again afterw
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,7 +153,7 @@ class FitSession:
         """Tells the others, where they wait for this rank, that it has left with `error`."""
         if self._over or isinstance(error, CollectiveError | PeerFailedError):
             return  # the others know
-        self._failure = f"{type(error).__name__}: {error}"
+        self._failure = _in_a_line(error)
         # A model that is refused must make no step, and is so on all ranks as a rule.
         joins = not isinstance(error, OutOfSyncError)
         if joins and self._comes_to_the_others():
@@ -239,6 +240,13 @@ def _failed(failures: dict[int, str], own: int) -> str:
         f"rank {own} leaves fit() because another rank did: {listed}. No rank has made the step in which this "
         "happened. Mend the error on that rank."
     )
+
+
+def _in_a_line(error: Exception) -> str:
+    """What went wrong, without the stack traces that TensorFlow puts into its messages."""
+    lines = str(error).splitlines() or [""]
+    causes = [line for line in lines if re.match(r"[A-Za-z_.]*(Error|Exception): ", line)]
+    return f"{type(error).__name__}: {(causes or lines)[0]}"
 
 
 def _changed_by_forward_pass(model: Any) -> list[Any]:

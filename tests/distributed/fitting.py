@@ -159,6 +159,8 @@ def failing(options: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
     mine = tfdist.rank() == tfdist.size() - 1
     said = {}
+    trained = model(**options)
+    rows = batches("equal", tfdist.size())
     for place in FAILURES:
 
         class Failing(keras.callbacks.Callback):
@@ -191,8 +193,6 @@ def failing(options: dict[str, Any]) -> dict[str, tuple[str, str]]:
             def on_train_end(self, logs: Any = None) -> None:
                 self._fail("on_train_end")
 
-        trained = model(**options)
-        rows = batches("equal", tfdist.size())
         data = dataset(rows, length=True, fails_at=2 if mine and place == "data" else -1)
         try:
             trained.fit(

@@ -71,6 +71,17 @@ def test_custom_loop_learns_in_sync(environment: dict[str, str]) -> None:
     assert "all ranks hold" in output
 
 
+def test_preempted_training_resumes_on_all_ranks(environment: dict[str, str], tmp_path: Path) -> None:
+    words = ["checkpoint.py", "--folder", str(tmp_path), "--epochs", "5"]
+    output = run(environment, *words, "--stop-after", "3")
+    assert output.count("was preempted after 3 epochs") == 2, output[-3000:]
+    resumed = re.search(r"Trained epochs ([0-9, ]+); .* best accuracy ([0-9.]+)%", run(environment, *words))
+    assert resumed
+    assert resumed[1] == "4, 5"
+    assert float(resumed[2]) >= 80
+    assert [path.name for path in tmp_path.iterdir()] == ["best.keras"]
+
+
 def test_horovod_script_runs_with_only_the_import_changed(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

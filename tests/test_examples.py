@@ -82,6 +82,11 @@ def test_preempted_training_resumes_on_all_ranks(environment: dict[str, str], tm
     assert [path.name for path in tmp_path.iterdir()] == ["best.keras"]
 
 
+def test_predict_equals_one_process(environment: dict[str, str]) -> None:
+    output = run(environment, "predict.py")
+    assert "1797 digits predicted by 2 processes, equal to one process: True" in output
+
+
 def test_horovod_script_runs_with_only_the_import_changed(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -335,14 +335,19 @@ def every_kind_of_metric() -> Any:
         bodies.wrap(keras.optimizers.Adam(0.01)),
         {"yes": "binary_crossentropy", "kind": "categorical_crossentropy", "size": "mse"},
         metrics={
-            "yes": ["accuracy", keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.Recall()],
+            "yes": [
+                "accuracy",
+                keras.metrics.AUC(name="auc"),
+                keras.metrics.Precision(name="precision"),
+                keras.metrics.Recall(name="recall"),
+            ],
             "kind": [
                 "accuracy",
-                keras.metrics.MeanIoU(3, sparse_y_true=False, sparse_y_pred=False),
+                keras.metrics.MeanIoU(3, name="iou", sparse_y_true=False, sparse_y_pred=False),
                 keras.metrics.F1Score(name="f1"),
                 keras.metrics.F1Score(average="macro", name="macro"),
             ],
-            "size": [keras.metrics.R2Score(), keras.metrics.RootMeanSquaredError()],
+            "size": [keras.metrics.R2Score(name="r2"), keras.metrics.RootMeanSquaredError(name="rmse")],
         },
     )
     return model

@@ -17,13 +17,13 @@ PACKAGES = {"tfdist": ROOT / "tfdist", "tfdist.callbacks": ROOT / "callbacks"}
 # A module imports only from lower layers. Members of one layer don't import each other; files of one folder
 # import each other only without cycles.
 LAYERS: list[set[str]] = [
-    {"tfdist", "errors"},
+    {"tfdist", "errors", "checkpoint"},
     {"cluster", "cost", "keras_compat"},
     {"collectives", "control"},
     {"world"},
     {"process_sets", "compression", "graph_watch", "joint_step", "callback_roles"},
     {"operations"},
-    {"gradients", "metric_merging", "variables", "data", "accumulation", "checkpoint", "layers"},
+    {"gradients", "metric_merging", "variables", "data", "accumulation", "layers"},
     {"strategies", "reduction_arguments", "prediction_shares"},
     {"optimizer", "tape"},
     {"fit_session", "inference"},

@@ -105,22 +105,30 @@ class FitHook:
             steps.begin_epoch()  # `train_on_batch` must not find what stopped this fit()
 
     def event(self, name: str, callbacks: Any, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        session = _sessions.get(callbacks.model)
-        if session is not None and session.callbacks is None and name == "on_train_begin":
-            session.callbacks = callbacks
+        model = arguments[0] if name == "set_model" else callbacks.model
+        session = None if model is None else _sessions.get(model)
+        if session is not None and session.callbacks is None:
+            if name == "set_model":  # already then, TensorBoard writes the model's graph
+                _leave_to_first_rank(session, callbacks)
+                return run()
+            if name == "on_train_begin":
+                session.callbacks = callbacks
         if session is None or session.callbacks is not callbacks:
             return run()
         result: Any = getattr(self, f"_{name}")(session, callbacks.model, run, *arguments)
         return result
 
     def _on_train_begin(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
-        callbacks = session.callbacks
-        session.begin(callbacks.params)
-        if not session.is_first_rank:
-            callbacks.callbacks = [each for each in callbacks.callbacks if not runs_on_first_rank_only(each)]
+        session.begin(session.callbacks.params)
+        _leave_to_first_rank(session, session.callbacks)
         run()
         resumed = session.begun(getattr(model, "_initial_epoch", None))
         if resumed is not None:
+            if len(session.ranks) < world.size():
+                raise OutOfSyncError(
+                    f"BackupAndRestore resumes training on all {world.size()} ranks together, but model "
+                    f"{model.name!r} trains on ranks {session.ranks} only. Load its weights there yourself."
+                )
             model._initial_epoch = resumed
             _when_built(model, broadcast_model)
 
@@ -250,6 +258,11 @@ class FitHook:
         if message not in self._told and world.rank() == 0:
             self._told.add(message)
             print(f"tfdist: {message}", flush=True)
+
+
+def _leave_to_first_rank(session: FitSession, callbacks: Any) -> None:
+    if not session.is_first_rank:
+        callbacks.callbacks = [each for each in callbacks.callbacks if not runs_on_first_rank_only(each)]
 
 
 def _when_built(model: Any, action: Action) -> None:

@@ -43,6 +43,7 @@ class FitSession:
 
     Attributes:
         callbacks: the list of callbacks that this `fit()` calls.
+        ranks: ascending world ranks that train this model.
     """
 
     def __init__(self, model: Any, steps: JointSteps, idle_step: Callable[[], None]) -> None:
@@ -50,7 +51,7 @@ class FitSession:
         self._model = model
         self._steps = steps
         self._idle_step = idle_step
-        self._ranks = ranks_of(model.optimizer)
+        self.ranks = ranks_of(model.optimizer)
         self._stepping = False
         self._over = False
         self._target: int | None = None  # steps of an epoch, where all ranks know theirs
@@ -60,7 +61,7 @@ class FitSession:
     @property
     def is_first_rank(self) -> bool:
         """Whether this rank writes files and shows progress for all that train this model."""
-        return world.rank() == self._ranks[0]
+        return world.rank() == self.ranks[0]
 
     # The points where ranks meet, in order.
 
@@ -208,9 +209,9 @@ class FitSession:
         if control is None:
             return [value]
         answers = control.exchange(
-            f"fit on ranks {self._ranks}",
+            f"fit on ranks {self.ranks}",
             {"point": point, "value": value, "failure": self._failure},
-            ranks=self._ranks,
+            ranks=self.ranks,
             timeout=timeout,
             describe=f"{point} of fit()",
         )
@@ -231,7 +232,7 @@ class FitSession:
         return [answer["value"] for answer in answers]
 
     def _by_rank(self, answers: list[Any]) -> list[tuple[int, Any]]:
-        return list(zip(self._ranks, answers, strict=True))
+        return list(zip(self.ranks, answers, strict=True))
 
 
 def _failed(failures: dict[int, str], own: int) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 
 from tfdist.keras_compat.hook import Hook
 
-EVENTS = ("on_train_begin", "on_epoch_begin", "on_test_begin", "on_test_end", "on_epoch_end", "on_train_end")
+EVENTS = (
+    "set_model", "on_train_begin", "on_epoch_begin", "on_test_begin", "on_test_end", "on_epoch_end", "on_train_end",
+)  # fmt: skip
 """Methods of `keras.callbacks.CallbackList` that the hook sees."""
 
 

@@ -335,15 +335,19 @@ def _require_equal(what: str, said: list[str]) -> None:
         )
 
 
+def tell_failure(what: str, error: Exception) -> None:
+    """Tells the other ranks, where they wait next in this `what`, that this one has left with `error`."""
+    if not isinstance(error, CollectiveError | PeerFailedError):  # those they know
+        with contextlib.suppress(Exception):
+            _meet(what, None, failure=f"{type(error).__name__}: {error}")
+
+
 @contextlib.contextmanager
 def _failing_together(what: str) -> Iterator[None]:
-    """Tells the other ranks of an error inside, where they wait next."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error, CollectiveError | PeerFailedError):
-            with contextlib.suppress(Exception):
-                _meet(what, None, failure=f"{type(error).__name__}: {error}")
+        tell_failure(what, error)
         raise
 
 

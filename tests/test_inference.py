@@ -279,6 +279,31 @@ def test_evaluation_equals_one_process(world: World) -> None:
 # Without other processes.
 
 
+class Largest(keras.metrics.Metric):
+    """A metric whose states don't add up."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y: Any, predicted: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(predicted)))
+
+    def result(self) -> Any:
+        return self.value + 0.0
+
+
+def test_a_metric_that_can_only_be_averaged_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    model = model_of("plain")
+    model.compile(loss="mse", metrics=[Largest()])
+    said = []
+    for rank, ranks in ((0, 1), (1, 2), (0, 2), (0, 2)):
+        with as_rank(rank, ranks):
+            tfdist.evaluate(model, inputs(), y=inputs()[:, :3], verbose=0)
+        said.append(capfd.readouterr().out.count("metric 'largest' is not one of Keras's"))
+    assert said == [0, 0, 1, 0]
+
+
 def transformed(shard: Any) -> list[Any]:
     return [
         shard,

@@ -92,6 +92,8 @@ def merge_evaluation(model: Any, logs: dict[str, Any]) -> None:
         model: the model, whose metrics hold what this rank measured, and then what all did.
         logs: changed in place; empty on a rank without data.
     """
+    if world.size() == 1:
+        return
     answers = _meet("evaluate", metric_merging.measure(model, logs).to_payload())
     merged, averaged = metric_merging.merge(model, [Measured.from_payload(answer) for answer in answers])
     logs.update(merged)

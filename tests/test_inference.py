@@ -276,6 +276,73 @@ def test_evaluation_equals_one_process(world: World) -> None:
             np.testing.assert_allclose(values[metric], value, rtol=1e-5, err_msg=f"{name}: {metric}")
 
 
+class Reads(keras.callbacks.Callback):
+    """Reads the logs of an evaluation, and evaluates a shard itself while `fit()` runs."""
+
+    def __init__(self, data: Any = None) -> None:
+        super().__init__()
+        self.data = data
+        self.logs: Any = None
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.logs = dict(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.data is not None:
+            self.inside = self.model.evaluate(self.data, verbose=0, return_dict=True)
+
+
+def model_evaluate() -> dict[str, Any]:
+    """Keras's own `evaluate` on a shard, on other data, and with a failure."""
+    model, reads = classifier(), Reads()
+    shard = tfdist.shard(labelled(), batch_size=8, shuffle=False).map(lambda x, y: (x, y))
+    found = {
+        "dict": model.evaluate(shard, verbose=0, return_dict=True, callbacks=[reads]),
+        "by name": model.evaluate(x=shard, verbose=0, return_dict=True),
+        "tfdist.evaluate": tfdist.evaluate(model, shard, verbose=0),
+        "list": model.evaluate(shard, verbose=0),
+        "callback": reads.logs,
+    }
+    if tfdist.rank() == 0:
+        found["local"] = model.evaluate(*labelled(), verbose=0, return_dict=True)
+        with tfdist.local():
+            model.evaluate(shard, verbose=0)
+    model.compile(
+        tfdist.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse", metrics=[keras.metrics.R2Score()]
+    )
+    inside = Reads(shard)
+    history = model.fit(shard, validation_data=shard, callbacks=[inside], verbose=0).history
+    found["inside fit"] = {f"val_{name}": value for name, value in inside.inside.items()}
+    found["validation"] = {name: history[name][0] for name in found["inside fit"]}
+
+    def broken(x: Any) -> Any:
+        raise RuntimeError("disk on fire")
+
+    def read(x: Any, y: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(broken, [x], tf.float32), [None, 4]), y
+
+    bad = shard.map(read) if tfdist.rank() == 1 else shard
+    try:
+        model.evaluate(bad, verbose=0)
+    except Exception as error:
+        found["failure"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@on(("tf", 2), ("horovod", 2))
+def test_evaluate_of_keras_is_global_on_shards_alone(world: World) -> None:
+    expected = classifier().evaluate(*labelled(), verbose=0, return_dict=True)
+    first, second = world.call(model_evaluate)
+    assert first.pop("local") == pytest.approx(expected, rel=1e-5)
+    for found in (first, second):
+        for way in ("dict", "by name", "tfdist.evaluate", "callback"):
+            assert found[way] == pytest.approx(expected, rel=1e-5), way
+        assert sorted(found["list"]) == pytest.approx(sorted(expected.values()), rel=1e-5)
+        assert found["inside fit"] == found["validation"] == first["validation"]
+    assert "disk on fire" in second["failure"]
+    assert first["failure"].startswith("PeerFailedError: rank 0 leaves tfdist.evaluate")
+
+
 # Without other processes.
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import keras_compat, metric_merging, operations, world
+from tfdist import inference, keras_compat, metric_merging, operations, world
 from tfdist.callback_roles import runs_on_first_rank_only
 from tfdist.errors import OutOfSyncError
 from tfdist.fit_session import FitSession
@@ -85,6 +85,8 @@ class FitHook:
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Any, JointSteps] = weakref.WeakKeyDictionary()
         self._batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # Models in an `evaluate` for all ranks, until their metrics are merged.
+        self._evaluating: weakref.WeakSet[Any] = weakref.WeakSet()
         # What the training metrics of the running epoch came to, before validation overwrites them.
         self._trained: weakref.WeakKeyDictionary[Any, Measured] = weakref.WeakKeyDictionary()
 
@@ -104,9 +106,26 @@ class FitHook:
             del _sessions[model]
             steps.begin_epoch()  # `train_on_batch` must not find what stopped this fit()
 
+    def evaluate(self, model: Any, data: Any, run: Callable[[], Any]) -> Any:
+        if _local.allowed or not inference.is_joint(data):
+            return run()
+        self._evaluating.add(model)
+        try:
+            return run()
+        except Exception as error:
+            if model in self._evaluating:  # the others wait for what this rank has measured
+                inference.tell_failure("evaluate", error)
+            raise
+        finally:
+            self._evaluating.discard(model)
+
     def event(self, name: str, callbacks: Any, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         model = arguments[0] if name == "set_model" else callbacks.model
         session = None if model is None else _sessions.get(model)
+        of_fit = session is not None and session.callbacks is callbacks
+        if name == "on_test_end" and not of_fit and model in self._evaluating:
+            inference.merge_evaluation(model, arguments[0])
+            self._evaluating.discard(model)
         if session is not None and session.callbacks is None:
             if name == "set_model":  # already then, TensorBoard writes the model's graph
                 _leave_to_first_rank(session, callbacks)
@@ -170,11 +189,7 @@ class FitHook:
 
     def _merge(self, session: FitSession, part: str, logs: dict[str, Any], mine: Measured) -> None:
         for name in session.measured(part, logs, mine):
-            self.tell(
-                f"metric {name!r} is not one of Keras's, so its value is the mean of the ranks' values, weighted "
-                'by their samples. If its state variables are sums over samples, set `tfdist_state = "sum"` on '
-                "its class, and it is exact."
-            )
+            self.tell(metric_merging.averaged_notice(name))
 
     def _idle_step(self, model: Any) -> Callable[[], None]:
         made: list[Callable[[], None]] = []

@@ -45,6 +45,7 @@ def install(hook: Hook) -> None:
     _patch(model, "make_train_function", guarded_make_train_function(model.make_train_function, hook))
     _patch(model, "train_step", split_train_step(model.train_step))
     _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
+    _patch(model, "evaluate", fit_loop.announced_evaluate(model.evaluate, hook))
     for name in fit_loop.EVENTS:
         _patch(callbacks, name, fit_loop.announced_event(name, getattr(callbacks, name), hook))
     _patch(loss_scale, "apply", reduce_before_finiteness(loss_scale.apply))

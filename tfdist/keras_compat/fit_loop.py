@@ -26,6 +26,17 @@ def announced_fit(original: Callable[..., Any], hook: Hook) -> Callable[..., Any
     return fit
 
 
+def announced_evaluate(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def evaluate(self: Any, *args: Any, **options: Any) -> Any:
+        if options.get("_use_cached_eval_dataset"):  # the validation of fit(), which its events announce
+            return original(self, *args, **options)
+        data = args[0] if args else options.get("x")
+        return hook.evaluate(self, data, lambda: original(self, *args, **options))
+
+    return evaluate
+
+
 def announced_event(name: str, original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **options: Any) -> Any:

@@ -13,6 +13,9 @@ class Hook(Protocol):
     def fit(self, model: Any, run: Callable[[], Any]) -> Any:
         """Runs one `fit()` of `model`."""
 
+    def evaluate(self, model: Any, data: Any, run: Callable[[], Any]) -> Any:
+        """Runs one `evaluate(data)` of `model`, unless it is the validation of `fit()`."""
+
     def check(self, model: Any) -> None:
         """Refuses a model that would train out of sync; called when its train function is made."""
 

@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it.
 _HOME = {
-    "tfdist.runtime": ("init", "shutdown", "local", "mpi_built", "gloo_built", "nccl_built", "mpi_enabled",
+    "tfdist.runtime": ("init", "shutdown", "local", "mpi_built", "gloo_built", "nccl_built", "cuda_built",
+                       "rocm_built", "ccl_built", "ddl_built", "mpi_enabled",
                        "gloo_enabled", "mpi_threads_supported", "is_homogeneous"),
     "tfdist.world": ("is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
                      "replicas", "backend"),
@@ -25,6 +26,7 @@ _HOME = {
     "tfdist.compression": ("Compression",),
     "tfdist.optimizer": ("DistributedOptimizer", "load_model"),
     "tfdist.tape": ("DistributedGradientTape",),
+    "tfdist.layers.sync_batch_norm": ("SyncBatchNormalization",),
     "tfdist.variables": ("broadcast_variables", "broadcast_global_variables", "check_in_sync"),
     "tfdist.data": ("shard",),
     "tfdist.inference": ("evaluate", "predict"),

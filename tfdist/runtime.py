@@ -259,6 +259,26 @@ def nccl_built() -> bool:
     return _horovod_feature("nccl_built")
 
 
+def cuda_built() -> bool:
+    """Whether the installed Horovod was built with CUDA; False without Horovod."""
+    return _horovod_feature("cuda_built")
+
+
+def rocm_built() -> bool:
+    """Whether the installed Horovod was built with ROCm; False without Horovod."""
+    return _horovod_feature("rocm_built")
+
+
+def ccl_built() -> bool:
+    """Whether the installed Horovod was built with oneCCL; False without Horovod."""
+    return _horovod_feature("ccl_built")
+
+
+def ddl_built() -> bool:
+    """Whether the installed Horovod was built with IBM DDL; False without Horovod."""
+    return _horovod_feature("ddl_built")
+
+
 def mpi_enabled() -> bool:
     """Whether the running engine is Horovod over MPI."""
     return _engine_feature("mpi_enabled")

@@ -63,6 +63,13 @@ def test_mnist_reaches_its_goal(environment: dict[str, str]) -> None:
     assert float(accuracy[1]) >= 95
 
 
+def test_sync_batch_norm_learns_in_sync(environment: dict[str, str]) -> None:
+    output = run(environment, "sync_batch_norm.py")
+    accuracy = re.search(r"held-out digits: ([0-9.]+)%; all ranks hold", output)
+    assert accuracy, output[-3000:]
+    assert float(accuracy[1]) >= 95
+
+
 def test_custom_loop_learns_in_sync(environment: dict[str, str]) -> None:
     output = run(environment, "custom_loop.py", "--epochs", "8")
     losses = [float(loss) for loss in re.findall(r"Epoch \d: loss ([0-9.]+)", output)]

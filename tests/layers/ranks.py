@@ -6,6 +6,7 @@ ranks only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,26 @@ def image_model() -> Any:
     return keras.Model(images, layers.Dense(3)(hidden))
 
 
+def small_model() -> Any:
+    """Quick to trace, for what doesn't depend on the shape of the model."""
+    import keras
+    from keras import layers
+
+    keras.utils.set_random_seed(4)
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 2)),
+            layers.Flatten(),
+            layers.Dense(6, use_bias=False),
+            layers.BatchNormalization(momentum=0.8),
+            layers.Activation("tanh"),
+            layers.Dense(5, use_bias=False),
+            layers.BatchNormalization(momentum=0.8),
+            layers.Dense(3),
+        ]
+    )
+
+
 def image_data(rows: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(9)
     x = random.standard_normal((rows, 8, 8, 2)).astype("float32") + random.standard_normal((rows, 1, 1, 1))
@@ -160,7 +181,13 @@ def _compiled(model: Any, optimizer: Any, **options: Any) -> Any:
     return model
 
 
-def _made(optimizer: str, policy: str | None = None, process_set: Any = None, **options: Any) -> Any:
+def _made(
+    make: Callable[[], Any],
+    optimizer: str = "SGD",
+    policy: str | None = None,
+    process_set: Any = None,
+    **options: Any,
+) -> Any:
     import keras
 
     import tfdist
@@ -168,7 +195,7 @@ def _made(optimizer: str, policy: str | None = None, process_set: Any = None, **
     if policy:
         keras.config.set_dtype_policy(policy)
     try:
-        model = _keras_for(tfdist.size(), image_model(), process_set)
+        model = _keras_for(tfdist.size(), make(), process_set)
     finally:
         keras.config.set_dtype_policy("float32")
     inner = bodies.optimizer_of(optimizer, learning_rate=0.05 if optimizer == "SGD" else 0.01)
@@ -185,7 +212,7 @@ def fit_images(optimizer: str, policy: str | None = None) -> dict[str, Any]:
     """Six steps; then rank 0 alone evaluates and predicts, which must not need the others."""
     import tfdist
 
-    model = _made(optimizer, policy)
+    model = _made(image_model if policy is None else small_model, optimizer, policy)
     before = bodies.weights_of(model)
     x, y = image_data(3 * 16)
     batch = 16 // tfdist.size()
@@ -236,7 +263,7 @@ def fit_uneven(plan: str, mode: str) -> dict[str, Any]:
     )
     if mode != "unknown length" or tfdist.size() == 1:
         data = data.apply(tf.data.experimental.assert_cardinality(len(chosen)))
-    model = _made("Adam", **(MODES[mode] if tfdist.size() > 1 else {}))
+    model = _made(small_model, **(MODES[mode] if tfdist.size() > 1 else {}))
     before = bodies.weights_of(model)
     history = model.fit(data, epochs=2, verbose=0)
     return _outcome(model, before, history)
@@ -253,7 +280,7 @@ def fit_until_one_rank_stops() -> dict[str, Any]:
             if batch == 1 and tfdist.rank() == tfdist.size() - 1:
                 self.model.stop_training = True
 
-    model = _made("Adam")
+    model = _made(small_model)
     before = bodies.weights_of(model)
     steps = 5 if tfdist.size() > 1 else 2
     x, y = (values[: steps * 16] for values in image_data(5 * 16))
@@ -280,7 +307,7 @@ def fit_in_a_process_set(backwards: bool) -> dict[str, Any]:
     x, y = image_data(3 * 16)
     if backwards:
         y = y[::-1].copy()
-    model = _made("Adam", process_set=process_set)
+    model = _made(small_model, process_set=process_set)
     before = bodies.weights_of(model)
     share = [models.part(values, rank, parts) for values in (x, y)]
     model.fit(*share, batch_size=16 // parts, shuffle=False, verbose=0)

@@ -24,7 +24,14 @@ from tfdist.joint_step import JointSteps
 from tfdist.keras_compat import has_stock_train_step
 from tfdist.metric_merging import Measured
 from tfdist.optimizer import has_reduced, is_distributed, local_variables, ranks_of
-from tfdist.variables import MOVING_STATISTICS, broadcast_model, differing_variables, model_state
+from tfdist.variables import (
+    MOVING_STATISTICS,
+    agree_on_list,
+    broadcast_model,
+    describe,
+    differing_variables,
+    model_state,
+)
 
 Action = Callable[[Any], None]
 _actions: weakref.WeakKeyDictionary[Any, list[Action]] = weakref.WeakKeyDictionary()
@@ -302,14 +309,19 @@ def _samples(data: Any) -> Any:
 
 def _require_equal_start(model: Any) -> None:
     """Refuses to train ranks that start from different weights: they would never become equal."""
+    ranks = ranks_of(model.optimizer)
+    if len(ranks) == 1:
+        return
+    trained = [describe(variable) for variable in model.trainable_variables]
+    agree_on_list(trained, what="trainable weights", ranks=ranks)
     state = common_state(model, ignore=MOVING_STATISTICS)
-    differing = differing_variables(state, ranks_of(model.optimizer))
+    differing = differing_variables(state, ranks)
     if differing:
-        path, ranks = next(iter(differing.items()))
+        path, where = next(iter(differing.items()))
         raise OutOfSyncError(
             f"All ranks must start from the same weights and optimizer state, but {len(differing)} of "
             f"{len(state)} variables of model {model.name!r} differ, first {path!r} on rank "
-            f"{', '.join(map(str, ranks))}. Pass tfdist.callbacks.BroadcastGlobalVariablesCallback(0) to fit(), "
+            f"{', '.join(map(str, where))}. Pass tfdist.callbacks.BroadcastGlobalVariablesCallback(0) to fit(), "
             "or call tfdist.broadcast_variables(model.variables, root_rank=0) before a loop of your own."
         )
 

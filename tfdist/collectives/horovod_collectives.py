@@ -39,6 +39,9 @@ _CARRIERS = {
 }
 
 
+_PATIENCE = 5.0  # seconds for Horovod to end after an abort
+
+
 class HorovodCollectives(Engine):
     """Collectives of a started Horovod, see `horovod_start.HorovodRuntime`."""
 
@@ -68,6 +71,7 @@ class HorovodCollectives(Engine):
             ReduceOp.ADASUM: mpi_ops.Adasum,
         }
         self._aborted = ""
+        self._aborting: threading.Thread | None = None
 
     def start(self) -> None:
         """Horovod runs already; fails once the engine was aborted."""
@@ -76,7 +80,9 @@ class HorovodCollectives(Engine):
 
     def stop(self) -> None:
         """Ends Horovod; waits until all ranks do."""
-        if not self._aborted:
+        if self._aborting is not None:
+            self._aborting.join(_PATIENCE)  # two threads in Horovod's shutdown wait for each other for ever
+        elif not self._aborted:
             self._runtime.stop()
 
     def abort(self, reason: str) -> None:
@@ -84,7 +90,10 @@ class HorovodCollectives(Engine):
         if not self._aborted:
             self._aborted = reason
             # Horovod's shutdown waits for its background thread, which may itself be stuck with a dead peer.
-            threading.Thread(target=self._runtime.stop, name="tfdist-horovod-abort", daemon=True).start()
+            self._aborting = threading.Thread(
+                target=self._runtime.stop, name="tfdist-horovod-abort", daemon=True
+            )
+            self._aborting.start()
 
     def register(self, group: Group) -> None:
         """Has Horovod make a process set of these ranks, or use the one it has: it keeps one per ranks."""

@@ -8,6 +8,7 @@ asks MPI. Variables that the user set are never overwritten; those set here are 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -146,6 +147,7 @@ class HorovodRuntime:
                 f"rank {spec.rank}: Horovod does not start with {self._controller}: {error}. "
                 'Use `backend="tf"`, or rebuild it with `tfdist build-horovod`.'
             ) from error
+        atexit.unregister(mpi_ops.shutdown)  # `stop` does it, from one thread at a time
         seen = (mpi_ops.rank(), mpi_ops.size())
         places = control.exchange("horovod started", list(seen), timeout=self._timeout)
         wrong = [rank for rank, place in enumerate(places) if tuple(place) != (rank, spec.size)]

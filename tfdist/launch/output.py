@@ -43,8 +43,8 @@ _NOISE = re.compile(
 )
 _TRACEBACK = re.compile(rb"(  \+ Exception Group )?Traceback \(most recent call last\):")
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
-# Errors that say "another rank is gone": never the first cause when another rank failed as well.
-_CONSEQUENCE = re.compile(rb"^\S*(PeerLostError|HorovodInternalError)\b")
+# Errors that say "another rank is gone", or failed: never the first cause when another rank failed as well.
+_CONSEQUENCE = re.compile(rb"^\S*(PeerLostError|PeerFailedError|HorovodInternalError)\b")
 
 
 def is_noise(line: bytes) -> bool:

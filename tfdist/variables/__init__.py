@@ -6,15 +6,17 @@ from tfdist.variables.broadcast import (
     broadcast_variables,
     offset_seeds,
 )
-from tfdist.variables.listing import model_state, path_of
+from tfdist.variables.listing import agree_on_list, describe, model_state, path_of
 from tfdist.variables.sync import MOVING_STATISTICS, check_in_sync, differing_variables, fingerprint
 
 __all__ = [
     "MOVING_STATISTICS",
+    "agree_on_list",
     "broadcast_global_variables",
     "broadcast_model",
     "broadcast_variables",
     "check_in_sync",
+    "describe",
     "differing_variables",
     "fingerprint",
     "model_state",

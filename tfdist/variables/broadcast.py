@@ -67,7 +67,7 @@ def broadcast_variables(
     described = [describe(variable) for variable in variables]
     if len(process_set.ranks) == 1:
         return
-    agree_on_list(described, what="broadcast_variables", process_set=process_set)
+    agree_on_list(described, what="broadcast_variables", ranks=process_set.ranks)
     for chosen in _packs(variables):
         values = grouped_broadcast(
             [tensor_of(variable) for variable in chosen], root_rank, process_set=process_set

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from tfdist import world
 from tfdist.errors import CollectiveMismatchError
-from tfdist.process_sets import ProcessSet, global_process_set
 
 
 def require_built(model: Any) -> None:
@@ -80,10 +79,13 @@ def array_of(variable: Any) -> npt.NDArray[Any]:
     return np.asarray(tensor_of(variable))
 
 
-def agree_on_list(
-    described: Sequence[str], *, what: str, process_set: ProcessSet = global_process_set
-) -> None:
+def agree_on_list(described: Sequence[str], *, what: str, ranks: Sequence[int] | None = None) -> None:
     """Raises on every rank unless all describe the same variables in the same order.
+
+    Args:
+        described: this rank's list.
+        what: name of the operation.
+        ranks: ascending world ranks that call it; all by default.
 
     Raises:
         CollectiveMismatchError: names the first difference and the rank.
@@ -92,7 +94,7 @@ def agree_on_list(
     control = world.current().control
     if control is None:
         return
-    ranks = process_set.ranks
+    ranks = list(world.current().everyone.ranks if ranks is None else ranks)
     lists = control.exchange(f"{what} on ranks {ranks}", list(described), ranks=ranks, describe=what)
     for rank, other in zip(ranks, lists, strict=True):
         for place, (first, there) in enumerate(itertools.zip_longest(lists[0], other)):

@@ -26,7 +26,7 @@ _HOME = {
     "tfdist.compression": ("Compression",),
     "tfdist.optimizer": ("DistributedOptimizer", "load_model"),
     "tfdist.tape": ("DistributedGradientTape",),
-    "tfdist.layers.sync_batch_norm": ("SyncBatchNormalization",),
+    "tfdist.layers": ("SyncBatchNormalization",),
     "tfdist.variables": ("broadcast_variables", "broadcast_global_variables", "check_in_sync"),
     "tfdist.data": ("shard",),
     "tfdist.inference": ("evaluate", "predict"),

@@ -331,7 +331,7 @@ def fit_frozen() -> list[Any]:
 
 
 def xla() -> dict[str, Any]:
-    """Whether Keras would choose XLA by itself, and what a user hears who calls for it."""
+    """Whether Keras compiles models with XLA, and what a user hears who does it by hand."""
     import keras
     import tensorflow as tf
 
@@ -344,5 +344,24 @@ def xla() -> dict[str, Any]:
         tf.function(lambda x: layer(x, training=True), jit_compile=True)(tf.ones([4, CHANNELS]))
     except tfdist.CollectiveError as error:
         said = str(error)
-    plain = keras.layers.BatchNormalization()
-    return {"supports": layer.supports_jit, "plain": plain.supports_jit, "said": said}
+    plain = keras.Sequential([keras.Input((CHANNELS,)), keras.layers.BatchNormalization()])
+    plain.compile(jit_compile=True)
+    model = keras.Sequential([keras.Input((CHANNELS,)), layer])
+    model.compile(jit_compile=True)
+    return {"synchronized": model.jit_compile, "plain": plain.jit_compile, "said": said}
+
+
+def fit_with_xla() -> dict[str, Any]:
+    """Converted after a compile that asked for XLA."""
+    import keras
+
+    import tfdist
+
+    model = small_model()
+    _compiled(model, bodies.wrap(keras.optimizers.SGD(0.05)), jit_compile=tfdist.size() > 1)
+    _keras_for(tfdist.size(), model)
+    before = bodies.weights_of(model)
+    x, y = image_data(2 * 16)
+    batch = 16 // tfdist.size()
+    model.fit(bodies.share(x), bodies.share(y), batch_size=batch, shuffle=False, verbose=0)
+    return _outcome(model, before)

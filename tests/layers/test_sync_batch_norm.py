@@ -123,8 +123,13 @@ def test_frozen_it_sends_nothing(world: World) -> None:
 def test_xla_is_left_off_on_several_ranks(world: World) -> None:
     for result in world.call(ranks.xla):
         assert result["plain"]
-        assert result["supports"] == (world.size == 1)
+        assert result["synchronized"] == (world.size == 1)
         assert ("can't be compiled by XLA" in result["said"]) == (world.size > 1)
+
+
+@on(("tf", 2))
+def test_converted_after_compiling_for_xla(world: World) -> None:
+    assert_as_one_process(world.call(ranks.fit_with_xla), alone(ranks.fit_with_xla))
 
 
 def test_alone_it_is_batch_normalization() -> None:

@@ -4,6 +4,6 @@ Importing this package registers them with Keras, so that `keras.models.load_mod
 """
 
 from tfdist.layers.conversion import sync_batch_norm
-from tfdist.layers.sync_batch_norm import SyncBatchNormalization
+from tfdist.layers.sync_batch_normalization import SyncBatchNormalization
 
 __all__ = ["SyncBatchNormalization", "sync_batch_norm"]

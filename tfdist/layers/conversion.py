@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfdist.layers.sync_batch_norm import SyncBatchNormalization, checked_process_set
+from tfdist.layers.sync_batch_normalization import SyncBatchNormalization, checked_process_set
 from tfdist.process_sets import ProcessSet
 
 
@@ -69,4 +69,8 @@ def sync_batch_norm(model: Any, process_set: ProcessSet | None = None, *, undo: 
     for each in layers:
         if isinstance(each, keras.Model):  # functions that it has traced hold the layers as they were
             each.train_function = each.test_function = each.predict_function = None
+            if each.compiled and each.jit_compile:
+                # Keras asks the layers when the value changes, and leaves XLA off, with a warning, if one can't.
+                each.jit_compile = False
+                each.jit_compile = True
     return model

@@ -34,7 +34,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     which are bit-identical on all ranks. Gradients are those of the mean over all samples in `fit()`, and of the
     ranks' mean in a custom loop, as `DistributedOptimizer` and `DistributedGradientTape` average them by default.
 
-    XLA can't run it on several ranks: `compile(jit_compile="auto")` leaves XLA off.
+    XLA can't run it on several ranks: Keras leaves XLA off, with a warning where `compile(jit_compile=True)` asked.
 
     A model saved with it loads where `tfdist.layers` has been imported. For plain Keras, and to exchange
     `.weights.h5` files with plain models, turn it back first: `tfdist.layers.sync_batch_norm(model, undo=True)`.

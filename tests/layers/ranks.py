@@ -109,10 +109,13 @@ def all_layer_cases() -> dict[str, dict[str, np.ndarray]]:
 
 
 def _runs_here(case: str) -> bool:
+    """Keras < 3.15 miscounts masked values where channels come first; older ones don't renormalize."""
     import inspect
 
     import keras
 
+    if case == "masked channels first":
+        return tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 15)
     return case != "renormalized" or "renorm" in inspect.signature(keras.layers.BatchNormalization).parameters
 
 

@@ -34,7 +34,8 @@ def test_mismatch_says_who_sent_what(world: World, what: str, sent: list[str]) -
 def test_process_sets(world: World) -> None:
     for rank, results in enumerate(world.call(bodies.process_sets)):
         members = [rank % 2, rank % 2 + 2]
-        assert results["ids"] == (1, 2)
+        first, second = results["ids"]  # other tests of this world may have added some
+        assert second == first + 1
         assert results["place"] == rank // 2
         assert results["outside"] == -1
         assert results["sum"] == sum(members)

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import inference, keras_compat, metric_merging, operations, world
+from tfdist import inference, joint_step, keras_compat, metric_merging, operations, world
 from tfdist.callback_roles import runs_on_first_rank_only
 from tfdist.errors import OutOfSyncError
 from tfdist.fit_session import FitSession
@@ -51,7 +51,8 @@ def allow_local() -> Iterator[None]:
     """Inside, models may train without the other ranks; see `tfdist.local`."""
     before, _local.allowed = _local.allowed, True
     try:
-        yield
+        with joint_step.alone():
+            yield
     finally:
         _local.allowed = before
 

@@ -101,6 +101,7 @@ def _unit_of(steps: JointSteps) -> Any:
 
 class _Current(threading.local):
     step: _Step | None = None
+    alone = False
 
 
 class _Step:
@@ -171,6 +172,21 @@ _current = _Current()
 def current() -> _Step | None:
     """The step that is being traced or run, if it is one of `fit()`."""
     return _current.step
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, this rank trains without the others: layers must not ask them."""
+    before, _current.alone = _current.alone, True
+    try:
+        yield
+    finally:
+        _current.alone = before
+
+
+def is_alone() -> bool:
+    """Whether this rank trains without the others, as in `tfdist.local()`."""
+    return _current.alone
 
 
 def weigh(gradients: Sequence[Any], share: Any) -> list[Any]:

@@ -368,3 +368,18 @@ def fit_with_xla() -> dict[str, Any]:
     batch = 16 // tfdist.size()
     model.fit(bodies.share(x), bodies.share(y), batch_size=batch, shuffle=False, verbose=0)
     return _outcome(model, before)
+
+
+def fit_alone() -> list[np.ndarray]:
+    """Rank 0 trains in `tfdist.local()`; nobody answers it."""
+    import keras
+
+    import tfdist
+
+    if tfdist.rank() > 0:
+        return []
+    x, y = image_data(16)
+    model = _keras_for(tfdist.size(), small_model())
+    with tfdist.local():
+        _compiled(model, keras.optimizers.SGD(0.05)).fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return bodies.weights_of(model)

@@ -151,3 +151,10 @@ def test_alone_it_is_batch_normalization() -> None:
 def test_process_set_must_be_one() -> None:
     with pytest.raises(TypeError, match=r"add_process_set.*received \[0, 1\]"):
         tfdist.layers.SyncBatchNormalization(process_set=[0, 1])
+
+
+@on(("tf", 2))
+def test_in_local_it_asks_nobody(world: World) -> None:
+    actual, _ = world.call(ranks.fit_alone)
+    for one, wanted in zip(actual, alone(ranks.fit_alone), strict=True):
+        np.testing.assert_allclose(one, wanted, atol=1e-6)

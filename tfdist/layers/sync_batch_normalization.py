@@ -102,7 +102,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         return mean, variance
 
     def _asks_other_ranks(self) -> bool:
-        return world.is_initialized() and world.size() > 1 and self.process_set.group().size > 1
+        if not world.is_initialized() or world.size() == 1 or joint_step.is_alone():
+            return False
+        return self.process_set.group().size > 1
 
     def _collective_name(self) -> str:
         """The layer's path without the numbers that Keras gives in each process on its own."""

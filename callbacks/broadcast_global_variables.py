@@ -62,10 +62,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if world.size() == 1:
             return
         fit_hook.leave_local(self.model, self.local_variables)
-        if all(layer.built for layer in self.model._flatten_layers()):
-            self._broadcast(self.model)
-        else:
-            fit_hook.before_first_step(self.model, self._broadcast)
+        fit_hook.when_built(self.model, self._broadcast)
 
     def _broadcast(self, model: Any) -> None:
         with tf.device(self.device or None):

@@ -56,5 +56,4 @@ class MetricAverageCallback(keras.callbacks.Callback):
             check=f"epoch {epoch + 1}",
             describe="MetricAverageCallback",
         )
-        ranks = [metric_merging.Measured.from_payload(answer) for answer in answers]
-        logs.update(metric_merging.merge(self.model, ranks)[0])
+        metric_merging.merge_into(logs, self.model, answers)

@@ -1,15 +1,15 @@
 """What tfdist does around every `fit()` of a world with several ranks: refuse, prepare, guard, agree, explain.
 
 `keras_compat` finds the places in Keras; this file decides what happens there. Callbacks that must act on a
-built model before its first step register an action with `before_first_step`.
+built model before its first step register an action with `when_built`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -39,27 +39,12 @@ _left_local: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionar
 _sessions: weakref.WeakKeyDictionary[Any, FitSession] = weakref.WeakKeyDictionary()
 
 
-class _Local(threading.local):
-    allowed = False
-
-
-_local = _Local()
-
-
-@contextlib.contextmanager
-def allow_local() -> Iterator[None]:
-    """Inside, models may train without the other ranks; see `tfdist.local`."""
-    before, _local.allowed = _local.allowed, True
-    try:
-        with joint_step.alone():
-            yield
-    finally:
-        _local.allowed = before
-
-
-def before_first_step(model: Any, action: Action) -> None:
-    """Has `action(model)` called before the next first step of `model`, when it and its optimizer are built."""
-    _actions.setdefault(model, []).append(action)
+def when_built(model: Any, action: Action) -> None:
+    """Calls `action(model)`: now, or if `model` is not built yet, before its next first step."""
+    if all(layer.built for layer in model._flatten_layers()):
+        action(model)
+    else:
+        _actions.setdefault(model, []).append(action)
 
 
 def leave_local(model: Any, variables: Sequence[Any]) -> None:
@@ -101,7 +86,7 @@ class FitHook:
     # Around fit().
 
     def fit(self, model: Any, run: Callable[[], Any]) -> Any:
-        if _local.allowed or model in _sessions:
+        if joint_step.is_alone() or model in _sessions:
             return run()
         steps = self._steps_of(model)
         session = _sessions[model] = FitSession(model, steps, self._idle_step(model))
@@ -115,7 +100,7 @@ class FitHook:
             steps.begin_epoch()  # `train_on_batch` must not find what stopped this fit()
 
     def evaluate(self, model: Any, data: Any, run: Callable[[], Any]) -> Any:
-        if _local.allowed or not inference.is_joint(data):
+        if joint_step.is_alone() or not inference.is_joint(data):
             return run()
         self._evaluating.add(model)
         try:
@@ -157,7 +142,7 @@ class FitHook:
                     f"{model.name!r} trains on ranks {session.ranks} only. Load its weights there yourself."
                 )
             model._initial_epoch = resumed
-            _when_built(model, broadcast_model)
+            when_built(model, broadcast_model)
 
     def _on_epoch_begin(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
         session.begin_epoch()
@@ -182,12 +167,8 @@ class FitHook:
         logs = {} if logs is None else logs
         trained = self._trained.pop(model, None) or metric_merging.measure(model, {})
         own = {name: value for name, value in logs.items() if not name.startswith("val_")}
-        self._merge(
-            session,
-            "training",
-            logs,
-            Measured(metric_merging.numbers_in(own), trained.states, trained.samples),
-        )
+        mine = dataclasses.replace(trained, logs=metric_merging.numbers_in(own))
+        self._merge(session, "training", logs, mine)
         run()
         session.decided(epoch)
 
@@ -219,7 +200,7 @@ class FitHook:
 
     def check(self, model: Any) -> None:
         """Refuses a model whose stock train step would update without the other ranks."""
-        if _local.allowed:
+        if joint_step.is_alone():
             self._unproven.discard(model)
             return
         stock = has_stock_train_step(model)
@@ -232,11 +213,11 @@ class FitHook:
             self._batches[model] = spec
         for action in _actions.pop(model, []):
             action(model)
-        if not _local.allowed:
+        if not joint_step.is_alone():
             _require_equal_start(model)
 
     def joint_step(self, model: Any, data: Any) -> contextlib.AbstractContextManager[None]:
-        if _local.allowed:
+        if joint_step.is_alone():
             return contextlib.nullcontext()
         return self._steps_of(model).step(None if data is None else _samples(data))
 
@@ -259,11 +240,12 @@ class FitHook:
         session = _sessions.get(model)
         if session is None:
             count = self._calls[model] = self._calls.get(model, 0) + 1
+            ranks = ranks_of(model.optimizer)
         else:
-            count = session.execution + 1
+            count, ranks = session.execution + 1, session.ranks
         reductions = GradientReducer.reductions
         what = f"train step {count} of model {model.name!r}"
-        with here.watchdog.watch(what, ranks_of(model.optimizer)):
+        with here.watchdog.watch(what, ranks):
             try:
                 result = run()
             except Exception as error:
@@ -286,13 +268,6 @@ class FitHook:
 def _leave_to_first_rank(session: FitSession, callbacks: Any) -> None:
     if not session.is_first_rank:
         callbacks.callbacks = [each for each in callbacks.callbacks if not runs_on_first_rank_only(each)]
-
-
-def _when_built(model: Any, action: Action) -> None:
-    if all(layer.built for layer in model._flatten_layers()):
-        action(model)
-    else:
-        before_first_step(model, action)
 
 
 def _samples(data: Any) -> Any:

@@ -132,11 +132,7 @@ class FitSession:
             Names of metrics for which a weighted mean had to do.
         """
         answers = self._meet(f"{part} metrics", mine.to_payload())
-        merged, averaged = metric_merging.merge(
-            self._model, [Measured.from_payload(answer) for answer in answers]
-        )
-        logs.update(merged)
-        return averaged
+        return metric_merging.merge_into(logs, self._model, answers)
 
     def decided(self, epoch: int) -> None:
         """Ends training on all ranks after this epoch if one of them wants to."""
@@ -179,10 +175,11 @@ class FitSession:
     # Steps without data.
 
     def _finish_steps(self) -> None:
-        with self._model_state_kept():
-            while not self._steps_are_over():
-                self._idle_step()
-                self._count = self._steps.outcome.count
+        if not self._steps_are_over():
+            with self._model_state_kept():
+                while not self._steps_are_over():
+                    self._idle_step()
+                    self._count = self._steps.outcome.count
         self._stepping = False
 
     def _steps_are_over(self) -> bool:

@@ -27,7 +27,6 @@ import tensorflow as tf
 from tfdist import metric_merging, operations, world
 from tfdist.data import is_sharded
 from tfdist.errors import CollectiveError, CollectiveMismatchError, PeerFailedError
-from tfdist.metric_merging import Measured
 from tfdist.prediction_shares import Share, share_of
 
 Gather = Literal["all", "root"]
@@ -95,9 +94,7 @@ def merge_evaluation(model: Any, logs: dict[str, Any]) -> None:
     if world.size() == 1:
         return
     answers = _meet("evaluate", metric_merging.measure(model, logs).to_payload())
-    merged, averaged = metric_merging.merge(model, [Measured.from_payload(answer) for answer in answers])
-    logs.update(merged)
-    for name in averaged:
+    for name in metric_merging.merge_into(logs, model, answers):
         _tell(metric_merging.averaged_notice(name))
 
 

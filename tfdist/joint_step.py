@@ -147,7 +147,7 @@ class _Step:
             share = tf.where(tf.abs(mean[_SHARE] - 1.0) < 1e-6, 1.0, mean[_SHARE])
             batch = tf.math.divide_no_nan(share * size, active) * _unit_of(steps)
             steps._unit.assign(tf.maximum(steps._unit, batch))
-            self._proceeds = (active > 0.0) & (stop + failed == 0.0)
+            self._proceeds = proceeds(mean) & (before[1] + before[2] == 0.0)
             return tf.math.divide_no_nan(1.0, share)
 
     def update(self, apply: Callable[[], Any]) -> None:
@@ -169,6 +169,11 @@ class _Step:
 _current = _Current()
 
 
+def proceeds(message: Any) -> Any:
+    """Whether a step updates anything, by the sum or mean of all ranks' messages: a bool scalar."""
+    return (message[_ACTIVE] > 0.0) & (message[_STOP] + message[_FAIL] == 0.0)
+
+
 def current() -> _Step | None:
     """The step that is being traced or run, if it is one of `fit()`."""
     return _current.step
@@ -176,7 +181,7 @@ def current() -> _Step | None:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Inside, this rank trains without the others: layers must not ask them."""
+    """Inside, this rank trains without the others, which nothing may ask; see `tfdist.local`."""
     before, _current.alone = _current.alone, True
     try:
         yield

@@ -132,6 +132,19 @@ def merge(model: Any, ranks: Sequence[Measured]) -> tuple[dict[str, Any], list[s
     return merged, averaged
 
 
+def merge_into(logs: dict[str, Any], model: Any, payloads: Sequence[dict[str, Any]]) -> list[str]:
+    """Makes `logs` those of all ranks' data; returns what `merge` says had to be averaged.
+
+    Args:
+        logs: changed in place.
+        model: as for `merge`.
+        payloads: what every rank's `Measured.to_payload` gave, in order of ranks.
+    """
+    merged, averaged = merge(model, [Measured.from_payload(payload) for payload in payloads])
+    logs.update(merged)
+    return averaged
+
+
 def averaged_notice(name: str) -> str:
     """What the user is told about a metric whose states don't add up."""
     return (

@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 
-from tfdist import cluster, fit_hook, keras_compat, world
+from tfdist import cluster, fit_hook, joint_step, keras_compat, world
 from tfdist.collectives import select
 from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
@@ -144,7 +144,7 @@ def local() -> Iterator[None]:
         >>> with tfdist.local():
         ...     pass  # probe.fit(...) on this rank alone
     """
-    with fit_hook.allow_local():
+    with joint_step.alone():
         yield
 
 

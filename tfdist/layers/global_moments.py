@@ -139,7 +139,4 @@ def _combine(local: _Local, share: Any, message: Any, name: str, process_set: Pr
         return (mean, variance, tf.reduce_sum(messages, 0)), gradient
 
     mean, variance, heard = run(local.mean, local.squares)
-    if share is None:
-        return Moments(mean, variance, None)
-    _, active, stop, failed = tf.unstack(heard)
-    return Moments(mean, variance, (active > 0.0) & (stop + failed == 0.0))
+    return Moments(mean, variance, None if share is None else joint_step.proceeds(heard))

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.distributed import bodies, models
-from tests.worlds import World, on
+from tests.worlds import World, in_one_process, on
 from tfdist.metric_merging import Measured, adds_up, measure, merge
 
 WORLDS = on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
@@ -393,14 +393,6 @@ def history_of_every_metric() -> dict[str, Any]:
     return plain
 
 
-def alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    tfdist.init()
-    try:
-        return function(*args)
-    finally:
-        tfdist.shutdown()
-
-
 def assert_equal_history(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     assert results == [results[0]] * len(results), "ranks differ"
     assert set(results[0]) == set(expected)
@@ -410,7 +402,7 @@ def assert_equal_history(results: list[dict[str, Any]], expected: dict[str, Any]
 
 @WORLDS
 def test_history_of_every_metric_is_that_of_one_process(world: World) -> None:
-    results, expected = world.call(history_of_every_metric), alone(history_of_every_metric)
+    results, expected = world.call(history_of_every_metric), in_one_process(history_of_every_metric)
     for history in (*results, expected):
         for output in ("yes", "kind", "size"):
             # Keras takes these as means over batches, whatever their sizes, so they depend on how data are batched.
@@ -466,7 +458,7 @@ def fit_with(option: str) -> dict[str, Any]:
     ],
 )
 def test_options_of_fit_work_as_in_one_process(world: World, option: str) -> None:
-    expected = alone(fit_with, option)
+    expected = in_one_process(fit_with, option)
     results = world.call(fit_with, option)
     assert_equal_history([result["history"] for result in results], expected["history"])
     assert len({result["digest"] for result in results}) == 1, "ranks differ"

@@ -274,6 +274,17 @@ def on(*worlds: tuple[str, int]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world", worlds, indirect=True, ids=[f"{b}{s}" for b, s in worlds])
 
 
+def in_one_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs `function` in this process, as a world of one rank: what the ranks of others are compared with."""
+    import tfdist
+
+    tfdist.init()
+    try:
+        return function(*arguments)
+    finally:
+        tfdist.shutdown()
+
+
 def send(channel: socket.socket, message: Any) -> None:
     """Writes one pickled message."""
     data = pickle.dumps(message)

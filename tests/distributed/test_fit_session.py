@@ -8,21 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tfdist
 from tests.distributed import fitting
-from tests.worlds import World, on
+from tests.worlds import World, in_one_process, on
 
 PAIRS = on(("tf", 2), ("horovod", 2))
 
 
 @functools.cache
 def alone(function: Any, *args: Any, options: tuple[tuple[str, Any], ...] = ()) -> dict[str, Any]:
-    tfdist.init()
-    try:
-        result: dict[str, Any] = function(*args, dict(options))
-        return result
-    finally:
-        tfdist.shutdown()
+    result: dict[str, Any] = in_one_process(function, *args, dict(options))
+    return result
 
 
 def assert_equal_training(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
@@ -114,11 +109,7 @@ def test_ranks_must_agree_on_epochs(world: World) -> None:
 @PAIRS
 @pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau"])
 def test_stock_callbacks_decide_as_in_one_process(world: World, kind: str) -> None:
-    tfdist.init()
-    try:
-        expected = fitting.deciding(kind)
-    finally:
-        tfdist.shutdown()
+    expected = in_one_process(fitting.deciding, kind)
     results = world.call(fitting.deciding, kind)
     assert_equal_training(results, expected)
     assert_equal_history(results, expected)

@@ -9,21 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tfdist
 from tests.distributed import training
-from tests.worlds import World, on
+from tests.worlds import World, in_one_process, on
 
 WORLDS = on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
 PAIRS = on(("tf", 2), ("horovod", 2))
 
 
-@functools.cache
-def alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    tfdist.init()
-    try:
-        return function(*args)
-    finally:
-        tfdist.shutdown()
+alone = functools.cache(in_one_process)
 
 
 def assert_as_one_process(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,20 +10,14 @@ import pytest
 
 import tfdist
 from tests.layers import ranks
-from tests.worlds import World, on
+from tests.worlds import World, in_one_process, on
 
 WORLDS = on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
 PAIRS = on(("tf", 2), ("horovod", 2))
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-@functools.cache
-def alone(function: Callable[..., Any], *args: Any) -> Any:
-    tfdist.init()
-    try:
-        return function(*args)
-    finally:
-        tfdist.shutdown()
+alone = functools.cache(in_one_process)
 
 
 def assert_as_one_process(

@@ -192,6 +192,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
+def registered(current: world.World) -> list[list[int]]:
+    """Ranks of each set of this world."""
+    return [process_set.ranks for process_set in _sets_of(current).values()]
+
+
 def _sets_of(current: world.World) -> dict[int, ProcessSet]:
     global _registered, _created
     if _registered is None or _registered[0] is not current:

@@ -21,7 +21,7 @@ from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
 from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
-from tfdist.process_sets import ProcessSet, add_process_set, require_distinct
+from tfdist.process_sets import ProcessSet, add_process_set, registered, require_distinct
 from tfdist.strategies.base import STRATEGIES
 
 BACKENDS = ("auto", "tf", "horovod", "single")
@@ -111,7 +111,11 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the world: all ranks call it, or let the end of the script do it. Undoes the hook on Keras."""
+    """Leaves the world: all ranks call it, or let the end of the script do it. Undoes the hook on Keras.
+
+    A rank that is outside some process set waits here for the others, at most `init`'s timeout: that set may
+    still run collectives, and would lose its engine with this rank.
+    """
     if not world.is_initialized():
         return
     atexit.unregister(shutdown)
@@ -120,9 +124,12 @@ def shutdown() -> None:
     world.install(None)
     if ended.watchdog is not None:
         ended.watchdog.stop()
-    if _crash is not None and ended.control is not None:
-        # Before the engine: Horovod's end makes the peers fail at once, and then they must know why.
-        ended.control.close(error=_crash)
+    if ended.control is not None:
+        if _crash is not None:
+            # Before the engine: Horovod's end makes the peers fail at once, and then they must know why.
+            ended.control.close(error=_crash)
+        elif any(ended.spec.rank not in ranks for ranks in registered(ended)):
+            ended.control.close(linger=ended.timeout)
     try:
         ended.engine.stop()
     finally:

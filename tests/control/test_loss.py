@@ -204,6 +204,54 @@ def test_early_end_with_a_reason_fails_the_others(rendezvous: str) -> None:
             assert "ValueError: first error" in str(plane.failure)
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_lingering_rank_stays_until_the_others_are_done(early: int, rendezvous: str) -> None:
+    with open_world(3, rendezvous) as planes:
+        ended = threading.Event()
+
+        def leave() -> None:
+            planes[early].close(linger=20.0)
+            ended.set()
+
+        def stay(rank: int) -> list[int]:
+            time.sleep(4.0)  # longer than a server serves for others after its own rank's goodbye
+            assert not ended.is_set()
+            met: list[int] = planes[rank].exchange("key", rank, ranks=others)
+            planes[rank].close()
+            return met
+
+        others = [rank for rank in range(3) if rank != early]
+        assert in_threads([leave, *(lambda rank=rank: stay(rank) for rank in others)]) == [
+            None,
+            others,
+            others,
+        ]
+
+
+def test_lingering_rank_leaves_when_its_bound_passes_or_another_fails(rendezvous: str) -> None:
+    with open_world(3, rendezvous) as planes:
+        begin = time.monotonic()
+        planes[1].close(linger=3.0)
+        assert 2.5 < time.monotonic() - begin < 6.0
+        fail = threading.Timer(0.5, lambda: planes[0].close(error="ValueError: first error"))
+        fail.start()
+        begin = time.monotonic()
+        planes[2].close(linger=20.0)
+        assert time.monotonic() - begin < 5.0
+        fail.join()
+
+
+def test_lingering_rank_is_not_waited_for(rendezvous: str) -> None:
+    with open_world(2, rendezvous) as planes:
+        leaving = threading.Thread(target=lambda: planes[1].close(linger=20.0))
+        leaving.start()
+        with pytest.raises(PeerLostError, match="rank 1 already left"):
+            planes[0].exchange("key", 0)
+        planes[0].close()
+        leaving.join(5.0)
+        assert not leaving.is_alive()
+
+
 def test_callback_that_fails_does_not_stop_the_others(
     rendezvous: str, caplog: pytest.LogCaptureFixture
 ) -> None:

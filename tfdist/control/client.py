@@ -127,8 +127,13 @@ class ControlClient:
                 self._line.hang_up()  # Ctrl-C: half a message may be out, so nothing can follow it
                 raise
 
-    def close(self, error: str | None) -> None:
-        """Says goodbye, waits a moment for the answer, closes. Idempotent."""
+    def close(self, error: str | None, *, linger: float = 0.0) -> None:
+        """Says goodbye, waits for the answer, closes. Idempotent.
+
+        Args:
+            error: why this rank ends early.
+            linger: how many seconds the other ranks have to say goodbye, too, before this one hangs up.
+        """
         with self._state_lock:
             if self._closing:
                 return
@@ -139,13 +144,13 @@ class ControlClient:
         # Another thread may be stuck in a large message; then only hanging up helps.
         if self._thread.is_alive() and self._send_lock.acquire(timeout=_GOODBYE_PATIENCE):
             try:
-                self._line.send({"type": "goodbye", "error": error})
+                self._line.send({"type": "goodbye", "error": error, "linger": linger > 0})
             except OSError:
                 pass
             finally:
                 self._send_lock.release()
         if self._thread is not threading.current_thread():
-            self._thread.join(_GOODBYE_PATIENCE)
+            self._thread.join(max(linger, _GOODBYE_PATIENCE))
             if self._thread.is_alive():
                 self._line.hang_up()
                 self._thread.join(_GOODBYE_PATIENCE)

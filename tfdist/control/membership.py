@@ -39,6 +39,7 @@ class Membership:
         self.started = False
         self.failure: Failure | None = None
         self._latest: dict[int, Connection] = {}
+        self._lingering: list[Connection] = []
         self._job = job
         self._owner = owner
         self._where = where
@@ -139,14 +140,25 @@ class Membership:
 
     # Going.
 
-    def depart(self, connection: Connection, error: str | None) -> None:
-        """A goodbye; with `error`, or before the start, it ends the world."""
+    @property
+    def listening(self) -> list[Connection]:
+        """Connections of those who are there, and of those who said goodbye and wait for the others to."""
+        return [*self.present.values(), *self._lingering]
+
+    def depart(self, connection: Connection, error: str | None, *, linger: bool) -> None:
+        """A goodbye; with `error`, or before the start, it ends the world.
+
+        With `linger` it is answered once all ranks have said goodbye, or the world is over.
+        """
         rank = connection.rank
         assert rank is not None
-        connection.send({"type": "bye"})
-        connection.close_when_sent()
         self.present.pop(rank, None)
         self.departed.add(rank)
+        self._lingering.append(connection)
+        if not linger:
+            self._answer_goodbye(connection)
+        if not self.present or self.failure is not None:
+            self.release()
         who = f"Rank {rank} (host {connection.host}, pid {connection.pid})"
         if error is not None:
             self.fail("PeerLostError", f"{who} ended early: {error}")
@@ -157,6 +169,16 @@ class Membership:
                 f"were {name_ranks(other for other in self.absent if other != rank)}. Start all ranks at "
                 "about the same time, or raise `tfdist.init(timeout=...)`.",
             )
+
+    def release(self) -> None:
+        """Answers all goodbyes."""
+        for connection in list(self._lingering):
+            self._answer_goodbye(connection)
+
+    def _answer_goodbye(self, connection: Connection) -> None:
+        self._lingering.remove(connection)
+        connection.send({"type": "bye"})
+        connection.close_when_sent()
 
     def lose(self, connection: Connection, reason: str) -> None:
         """A rank is gone without goodbye; it is told, too, in case it still lives."""
@@ -178,6 +200,7 @@ class Membership:
             self.failure = (error, message)
             for connection in self.present.values():
                 connection.send({"type": "failure", "error": error, "message": message})
+            self.release()
 
     # Doing.
 

@@ -175,16 +175,18 @@ class ControlPlane:
                 )
         self._client.raise_failure()
 
-    def close(self, *, error: str | None = None) -> None:
-        """Orderly goodbye: peers do not take this rank's end for a failure. Idempotent, at most about 5 s.
+    def close(self, *, error: str | None = None, linger: float = 0.0) -> None:
+        """Orderly goodbye: peers do not take this rank's end for a failure. Idempotent.
 
-        Rank 0 goes on serving until the others said goodbye too, for at most 3 s.
+        It takes about 5 s at most, beside `linger`. Rank 0 goes on serving until the others said goodbye too,
+        for at most 3 s.
 
         Args:
             error: why this rank ends early; the other ranks then fail at once with a PeerLostError that says
                 so.
+            linger: how many seconds to wait until every rank has said goodbye, or one has failed.
         """
-        self._client.close(error)
+        self._client.close(error, linger=linger)
         server, self._server = self._server, None
         if server is not None:
             server.close()

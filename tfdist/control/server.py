@@ -111,6 +111,7 @@ class ControlServer:
                 connection.send({"type": "closing"})
             membership.departed.update(membership.present)
             membership.present.clear()
+            membership.release()
         members = [connection for connection in self._loop.connections if connection.rank is not None]
         return now >= self._farewell_until or all(connection.closed for connection in members)
 
@@ -144,7 +145,7 @@ class ControlServer:
         elif kind == "inquire":
             self._inquire(lambda: self._send_statuses(connection, header["id"]))
         elif kind == "goodbye":
-            self._membership.depart(connection, header["error"])
+            self._membership.depart(connection, header["error"], linger=header["linger"])
             self._agreement.fail_those_waiting_for(rank)
         else:
             raise ProtocolViolation(f"unknown message {kind!r}")
@@ -181,7 +182,7 @@ class ControlServer:
                 )
                 connection.close_when_sent()
         arrived = None if self._membership.started else sorted(self._membership.present)
-        for connection in self._membership.present.values():
+        for connection in self._membership.listening:
             connection.send({"type": "beat", "arrived": arrived})
 
     def _note_end(self, connection: Connection, reason: str) -> None:

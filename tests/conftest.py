@@ -126,7 +126,9 @@ def nothing_left_behind() -> Iterator[None]:
     deadline = time.monotonic() + 10.0
     while True:
         children = [
-            child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.status() != "zombie" and not _ends_with_us(child)
         ]
         left = [
             thread
@@ -138,3 +140,9 @@ def nothing_left_behind() -> Iterator[None]:
         time.sleep(0.2)
     assert not children, f"child processes left behind: {[(c.pid, c.cmdline()) for c in children]}"
     assert not left, f"threads left behind: {left}"
+
+
+def _ends_with_us(child: psutil.Process) -> bool:
+    """Whether it is one of the helpers of `multiprocessing`, which end when this process does."""
+    command = " ".join(child.cmdline())
+    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command

@@ -41,15 +41,14 @@ def start() -> None:
     tfdist.init()
 
 
-def main() -> None:
-    """Serves calls over the socket whose descriptor is the first argument."""
+def main(channel: socket.socket) -> None:
+    """Serves calls over the socket."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # a killed pytest leaves no ranks behind
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # how `World` learns where a call hangs
     expose_callbacks()
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    initialise = sys.argv[2] == "1"
-    first = run(f"{__name__}:start", ()) if initialise else Outcome()
+    first = run(f"{__name__}:start", ())
     send(channel, first)
     while True:
         try:
@@ -62,11 +61,7 @@ def main() -> None:
             import keras
 
             keras.backend.clear_session()
-    if initialise and first.error is None:
+    if first.error is None:
         import tfdist
 
         tfdist.shutdown()
-
-
-if __name__ == "__main__":
-    main()

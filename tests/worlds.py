@@ -1,8 +1,8 @@
 """Worlds for tests: several real processes that run functions of the tests on every rank.
 
-Starting a world costs an import of TensorFlow in each of its processes, so tests share worlds. Ask for the
-fixture `world`, and the test runs once in each of the usual worlds (`tests/conftest.py`: single 1, tf 2 and 4,
-horovod 2 and 4); choose others with `on`:
+Ranks are forked from one process that has imported TensorFlow; still a world takes seconds to start, so tests
+share them. Ask for the fixture `world`, and the test runs once in each of the usual worlds
+(`tests/conftest.py`: single 1, tf 2 and 4, horovod 2 and 4); choose others with `on`:
 
     from tests.worlds import World, on
 
@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import multiprocessing
 import os
 import pickle
 import secrets
@@ -37,11 +39,11 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ ROOT = Path(__file__).resolve().parents[1]
 USUAL = (("single", 1), ("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
 _START = 240.0  # seconds for importing TensorFlow in many processes on a busy machine
 _GRACE = 20.0  # how long the others may go on once a rank has failed
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
 _LENGTH = struct.Struct(">Q")
 
 
@@ -84,17 +87,13 @@ class World:
         size: int,
         *,
         timeout: float = 60.0,
-        environment: dict[str, str] | None = None,
-        initialise: bool = True,
     ) -> None:
-        """Starts the processes.
+        """Starts the processes, and has them call `tfdist.init()`.
 
         Args:
             backend: `single`, `tf` or `horovod`.
             size: number of ranks.
             timeout: tfdist's own timeout inside the world, in seconds.
-            environment: further variables for the ranks.
-            initialise: whether the ranks call `tfdist.init()` before anything else.
         """
         self.backend = backend
         self.size = size
@@ -102,11 +101,11 @@ class World:
         self._end = ""
         self._folder = Path(tempfile.mkdtemp(prefix="tfdist-world-"))
         self._channels: list[socket.socket] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ForkServerProcess] = []
         job = secrets.token_hex(8)
         try:
             for rank in range(size):
-                self._spawn(rank, job, timeout, environment or {}, initialise)
+                self._spawn(rank, job, timeout)
             for outcome in self._collect(_START):
                 if outcome.error is not None:
                     raise WorldError(outcome.traceback)
@@ -157,22 +156,18 @@ class World:
             send(channel, (name, tuple(each[rank]) if each is not None else arguments))
         return self._collect(timeout, what=name)
 
-    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to one rank's process."""
-        os.kill(self.processes[rank].pid, number)
-
     def close(self) -> None:
         """Ends all processes, orderly if they still answer."""
         for channel in self._channels:
             with contextlib.suppress(OSError):
                 channel.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + (0.0 if self.broken else 15.0)
-        for process in self.processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
                 process.kill()
-                process.wait()
+            process.join()
+            process.close()
         for channel in self._channels:
             channel.close()
         self.broken = True
@@ -181,16 +176,9 @@ class World:
     def __repr__(self) -> str:
         return f"World({self.backend!r}, {self.size})"
 
-    def _spawn(
-        self, rank: int, job: str, timeout: float, environment: dict[str, str], initialise: bool
-    ) -> None:
+    def _spawn(self, rank: int, job: str, timeout: float) -> None:
         own, theirs = socket.socketpair()
         self._channels.append(own)
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("TFDIST_", "HOROVOD_", "OMPI_", "PMI", "SLURM_"))
-        }
         place = {
             "TFDIST_RANK": rank,
             "TFDIST_SIZE": self.size,
@@ -203,19 +191,13 @@ class World:
             "TFDIST_BACKEND": self.backend,
             "TFDIST_TIMEOUT": timeout,
         }
-        quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "PYTHONFAULTHANDLER": "1"}
-        with (self._folder / f"output.{rank}").open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.world_worker", str(theirs.fileno()), str(int(initialise))],
-                cwd=ROOT,
-                env={**inherited, **quiet, **{k: str(v) for k, v in place.items()}, **environment},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self.processes.append(process)
-        theirs.close()
+        variables = _inherited() | {name: str(value) for name, value in place.items()}
+        process = _forking().Process(
+            target=_serve, args=(theirs, variables, str(self._folder / f"output.{rank}")), daemon=True
+        )
+        with theirs:
+            process.start()
+        self._processes.append(process)
 
     def _collect(self, timeout: float, what: str = "the start") -> list[Outcome]:
         """One outcome per rank; a rank that died counts as failed."""
@@ -227,11 +209,12 @@ class World:
             if not ready:
                 self.broken = True
                 done = "\n".join(outcome.traceback for outcome in outcomes.values() if outcome.traceback)
-                for process in self.processes:
-                    process.send_signal(signal.SIGUSR1)
+                for process in self._processes:
+                    if process.is_alive():
+                        os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(1.0)
                 text = self._output()
-                for process in self.processes:
+                for process in self._processes:
                     process.kill()
                 hung = sorted(waiting.values())
                 self._end = f"{what} hung on ranks {hung} of {self}, which was killed.\n{done}\n{text}"
@@ -242,8 +225,11 @@ class World:
                     outcomes[rank] = receive(channel)
                 except (EOFError, OSError):
                     self.broken = True
-                    code = self.processes[rank].wait(10)
-                    text = f"rank {rank} ended with code {code} during {what}\n{self._output(rank)}"
+                    process = self._processes[rank]
+                    process.join(10)
+                    text = (
+                        f"rank {rank} ended with code {process.exitcode} during {what}\n{self._output(rank)}"
+                    )
                     self._end = self._end or text
                     outcomes[rank] = Outcome(error=RuntimeError(text), kind="Died", traceback=text)
                 if outcomes[rank].error is not None:
@@ -259,6 +245,39 @@ class World:
                 lines = (self._folder / f"output.{number}").read_text(errors="replace").splitlines()[-40:]
                 texts.append("\n".join([f"--- output of rank {number} ---", *lines]))
         return "\n".join(texts)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's variables, without what tells of another world."""
+    foreign = ("TFDIST_", "HOROVOD_", "OMPI_", "PMI", "SLURM_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)} | _QUIET
+
+
+@functools.cache
+def _forking() -> ForkServerContext:
+    """Starts the process that has imported TensorFlow, and from which ranks are forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tensorflow", "keras"])
+    before = dict(os.environ)
+    os.environ.update(_QUIET)  # read when TensorFlow is imported
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def _serve(channel: socket.socket, variables: Mapping[str, str], output: str) -> None:
+    """A rank, just forked."""
+    os.environ.clear()
+    os.environ.update(variables)
+    with open(output, "wb") as file, open(os.devnull, "rb") as nothing:
+        for source, standard in ((nothing, 0), (file, 1), (file, 2)):
+            os.dup2(source.fileno(), standard)
+    from tests import world_worker
+
+    world_worker.main(channel)
 
 
 def _importable_module(function: Callable[..., Any]) -> str:

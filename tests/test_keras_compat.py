@@ -45,6 +45,35 @@ def test_keras_still_compiles_the_collective_into_the_step(world: World) -> None
         assert "XLA" in said or "jit_compile" in said or "unsupported" in said, said
 
 
+def traces_of_the_train_step() -> int:
+    import keras
+
+    traces = []
+
+    class Counting(keras.Sequential):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            traces.append(1)
+            return super().train_step(data)
+
+    import tfdist
+
+    model = Counting([keras.Input((6,)), keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer: Any = keras.optimizers.Adam()
+    if tfdist.size() > 1:
+        optimizer = tfdist.DistributedOptimizer(optimizer)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    x, y = models.data("dense")
+    broadcast = tfdist.callbacks.BroadcastGlobalVariablesCallback()
+    model.fit(x, y, verbose=0, callbacks=[broadcast] if tfdist.size() > 1 else [])
+    return len(traces)
+
+
+@on(("tf", 2), ("single", 1))
+def test_keras_still_traces_the_train_step_twice_and_a_world_only_once(world: World) -> None:
+    assert set(world.call(traces_of_the_train_step)) == {1 if world.size > 1 else 2}
+
+
 def test_keras_still_applies_inside_a_cond_of_local_finiteness() -> None:
     import keras
     import tensorflow as tf

@@ -1,5 +1,7 @@
 """The train function of every model: made without XLA around it, built before its first step, guarded.
 
+What is not built yet creates its variables while the train step is traced, and TensorFlow then traces it twice.
+
 `Model.make_train_function` (Keras >= 3.3): XLA cannot run a collective (see `compiled_step`), so the outer train
 function is made without `jit_compile`. It runs inside a guard that names this rank's position to its peers and
 explains errors, and its train step tells the ranks' shares of the batch to the reduction of gradients.
@@ -76,9 +78,13 @@ def _guard(model: Any, train_function: Callable[[Any], Any], hook: Hook) -> Call
 
 
 def _build(model: Any, iterator: Any) -> Any:
-    """Builds model and optimizer without consuming data; returns an iterator to use in place of `iterator`."""
+    """Builds model, losses, metrics and optimizer without consuming data.
+
+    Returns:
+        What to use in place of `iterator`.
+    """
     optimizer = model.optimizer
-    if not all(layer.built for layer in model._flatten_layers()):
+    if not all(layer.built for layer in model._flatten_layers()) or _is_measured_by_unbuilt(model):
         spec = getattr(iterator, "element_spec", None)
         if spec is None:
             # `train_on_batch` hands over a generator with one batch: look at it and put it back.
@@ -95,6 +101,12 @@ def _build(model: Any, iterator: Any) -> Any:
     ):
         optimizer.build(model.trainable_variables)
     return iterator
+
+
+def _is_measured_by_unbuilt(model: Any) -> bool:
+    """Whether a loss or metric of `compile` still has to see its first batch."""
+    parts = (model._compile_loss, model._compile_metrics)
+    return any(part is not None and not part.built for part in parts)
 
 
 def _batch_spec(batch: Any) -> Any:

@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"world"},
     {"process_sets", "compression", "graph_watch", "joint_step", "callback_roles"},
     {"operations"},
-    {"gradients", "metric_merging", "variables", "data", "accumulation", "layers"},
+    {"gradients", "joining", "metric_merging", "variables", "data", "accumulation", "layers"},
     {"strategies", "reduction_arguments", "prediction_shares"},
     {"optimizer", "tape"},
     {"fit_session", "inference"},

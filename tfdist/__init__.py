@@ -25,6 +25,7 @@ _HOME = {
     "tfdist.process_sets": ("ProcessSet", "add_process_set", "remove_process_set", "global_process_set"),
     "tfdist.compression": ("Compression",),
     "tfdist.optimizer": ("DistributedOptimizer", "load_model"),
+    "tfdist.joining": ("join",),
     "tfdist.tape": ("DistributedGradientTape",),
     "tfdist.layers": ("SyncBatchNormalization",),
     "tfdist.variables": ("broadcast_variables", "broadcast_global_variables", "check_in_sync"),

@@ -27,7 +27,7 @@ from typing import Any
 import tensorflow as tf
 
 _CPU = "/device:CPU:0"
-_FIRST_UNIT = 64.0  # any number will do, but a share far from 1 strains small floats
+FULL_SHARE = 64.0  # the first unit: any number will do, but a share far from 1 strains small floats
 _NOTHING_YET = [-1.0, 0.0, 0.0, 0.0]
 # Places in what is sent and summed.
 _SHARE, _ACTIVE, _STOP, _FAIL = range(4)
@@ -96,7 +96,7 @@ class JointSteps:
 
 def _unit_of(steps: JointSteps) -> Any:
     unit = steps._unit.read_value()
-    return tf.where(unit > 0.0, unit, _FIRST_UNIT)
+    return tf.where(unit > 0.0, unit, FULL_SHARE)
 
 
 class _Current(threading.local):

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 import wrapt
 
-from tfdist import joint_step, keras_compat, world
+from tfdist import joining, joint_step, keras_compat, world
 from tfdist.accumulation import PassAccumulator
 from tfdist.collectives.base import ReduceOp
 from tfdist.compression import Compression
@@ -120,6 +120,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_accumulator = PassAccumulator(
             backward_passes_per_step, average=average_aggregated_gradients
         )
+        self._self_loop = joining.LoopSteps()
         self._self_reduced = False
 
     @property
@@ -185,6 +186,10 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             variables = outer._trainable_variables
         variables = list(variables)
         step = joint_step.current()
+        if step is None and (self._self_reducer.group or world.current().everyone).size > 1:
+            return self._self_loop.step(
+                gradients, lambda given: self.update_through(outer, given, variables, apply)
+            )
         # Variables can't be made inside the branches of a graph.
         if (self._self_accumulator.passes > 1 or step is not None) and not outer.built:
             outer.build(variables)

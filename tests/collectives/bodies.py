@@ -285,6 +285,29 @@ def retrace(order: list[int]) -> list[list[float]]:
     return [reduce(tf.fill([length], tfdist.rank() + 1.0)).numpy().tolist() for length in sorted(order)]
 
 
+def constants_on_the_first_rank() -> list[list[list[float]]]:
+    """Each collective in a tf.function, run three times; rank 0 sends constants, the others what changes."""
+    size = tfdist.size()
+    changes = tf.Variable(tf.zeros([size]))
+
+    @tf.function
+    def each() -> list[Any]:
+        sent = tf.ones([size]) if tfdist.rank() == 0 else changes.read_value()
+        return [
+            tfdist.allreduce(sent, op=tfdist.Sum),
+            tfdist.allgather(sent),
+            tfdist.broadcast(sent, 0),
+            tfdist.reducescatter(sent, op=tfdist.Sum),
+            tfdist.alltoall(sent, splits=[1] * size)[0],
+        ]
+
+    results = []
+    for turn in range(3):
+        changes.assign(tf.fill([size], float(turn)))
+        results.append([result.numpy().tolist() for result in each()])
+    return results
+
+
 def trace_order(order: list[str]) -> dict[str, float]:
     """Traces different functions in this rank's order, then runs them in the common order."""
 

@@ -159,6 +159,17 @@ class Contract:
         results = world.call(bodies.retrace, each=[[order] for order in orders])
         assert results == [[[total] * length for length in (2, 3, 5)]] * world.size
 
+    def test_constants_travel_each_time(self, world: World) -> None:
+        """TensorFlow runs an operation on constants when it optimizes the graph, unless it is kept from it."""
+        size = world.size
+        expected = []
+        for turn in (0.0, 1.0, 2.0):
+            others = [turn] * (size - 1)
+            total = 1.0 + sum(others)
+            gathered = [value for value in [1.0, *others] for _ in range(size)]
+            expected.append([[total] * size, gathered, [1.0] * size, [total], [1.0, *others]])
+        assert world.call(bodies.constants_on_the_first_rank) == [expected] * size
+
     def test_tracing_in_any_order(self, world: World) -> None:
         orders = [["doubled", "negated"][:: 1 if rank % 2 else -1] for rank in range(world.size)]
         total = world.size * (world.size + 1) / 2

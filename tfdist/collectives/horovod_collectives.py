@@ -70,6 +70,7 @@ class HorovodCollectives(Engine):
             ReduceOp.PRODUCT: mpi_ops.Product,
             ReduceOp.ADASUM: mpi_ops.Adasum,
         }
+        self._unknown: tf.Variable | None = None
         self._aborted = ""
         self._aborting: threading.Thread | None = None
 
@@ -116,7 +117,7 @@ class HorovodCollectives(Engine):
             by_dtype.setdefault(tensor.dtype, []).append(place)
         for dtype, places in by_dtype.items():
             reduced = self._ops._grouped_allreduce(
-                [sent[place] for place in places],
+                [self._kept(sent[places[0]]), *(sent[place] for place in places[1:])],
                 name=_node_name(name, dtype.name),
                 op=self._constants[op],
                 postscale_factor=1.0 / group.size if mean else 1.0,
@@ -132,7 +133,7 @@ class HorovodCollectives(Engine):
     ) -> tf.Tensor:
         """Horovod's all-gather, which agrees on lengths itself."""
         self.start()
-        carried, restore = _carry(tensor)
+        carried, restore = _carry(self._kept(tensor))
         gathered = restore(self._ops.allgather(carried, name=_node_name(name), **self._common(group)))
         gathered.set_shape([sum(lengths) if lengths is not None else None, *tensor.shape.as_list()[1:]])
         return gathered
@@ -144,7 +145,7 @@ class HorovodCollectives(Engine):
         self.start()
         results = []
         for place, tensor in enumerate(tensors):
-            carried, restore = _carry(tensor)
+            carried, restore = _carry(self._kept(tensor))
             received = self._ops.broadcast(
                 carried, root, name=_node_name(name, str(place)), **self._common(group)
             )
@@ -156,7 +157,7 @@ class HorovodCollectives(Engine):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Horovod's all-to-all."""
         self.start()
-        carried, restore = _carry(tensor)
+        carried, restore = _carry(self._kept(tensor))
         received, counts = self._ops.alltoall(
             carried, splits=splits, name=_node_name(name), **self._common(group)
         )
@@ -171,7 +172,10 @@ class HorovodCollectives(Engine):
         row_shape = tensor.shape.as_list()[1:]
         if op is ReduceOp.SUM and tensor.dtype.name not in ("uint8", "int8"):
             result = self._ops._reducescatter(
-                _widen(tensor), name=_node_name(name), op=self._constants[op], **self._common(group)
+                self._kept(_widen(tensor)),
+                name=_node_name(name),
+                op=self._constants[op],
+                **self._common(group),
             )
             result = tf.cast(result, tensor.dtype)
         else:
@@ -182,6 +186,20 @@ class HorovodCollectives(Engine):
             result = reduced[begin : begin + share + tf.cast(position < rest, tf.int32)]
         result.set_shape([None, *row_shape])
         return result
+
+    def _kept(self, tensor: Any) -> Any:
+        """The same tensor, but in a graph no constant, at no copy.
+
+        Horovod does not declare its operations stateful. Those on constants TensorFlow would run once, while it
+        optimizes the graph, and keep the result, while the other ranks wait for the next one.
+        """
+        if tf.executing_eagerly():
+            return tensor
+        if self._unknown is None:
+            with tf.init_scope(), tf.device("/device:CPU:0"):
+                self._unknown = tf.Variable(False, trainable=False, name="unknown")
+        ways = tf.raw_ops.Switch(data=tensor, pred=self._unknown.read_value())
+        return tf.raw_ops.Merge(inputs=list(ways)).output
 
     def _common(self, group: Group) -> dict[str, Any]:
         if group.size == self._spec.size:

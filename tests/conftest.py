@@ -92,7 +92,7 @@ def require(backend: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by world, so that each world starts once; otherwise the order stays."""
+    """Groups tests by world, so that each world starts once, and marks them; otherwise the order stays."""
 
     def place(item: pytest.Item) -> tuple[int, str, int]:
         call = getattr(item, "callspec", None)
@@ -102,6 +102,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (2 if "fresh_world" in getattr(item, "fixturenames", ()) else 0, "", 0)
 
     items.sort(key=place)
+    for item in items:
+        if place(item)[0] > 0:
+            item.add_marker("world")
 
 
 @pytest.fixture(autouse=True)

@@ -156,6 +156,10 @@ class World:
             send(channel, (name, tuple(each[rank]) if each is not None else arguments))
         return self._collect(timeout, what=name)
 
+    def kill(self, rank: int) -> None:
+        """Kills one rank's process, as the kernel or an operator would."""
+        self._processes[rank].kill()
+
     def close(self) -> None:
         """Ends all processes, orderly if they still answer."""
         for channel in self._channels:

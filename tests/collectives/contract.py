@@ -18,7 +18,7 @@ from tests.worlds import World
 
 # Worlds are shared on purpose, and an example is a list of cases, so few examples are many collectives.
 several = settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,

@@ -101,7 +101,6 @@ def fit(
     model.compile(
         wrap(inner, **options),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
         **(compile_options or {}),
     )
     if tfdist.size() == 1:

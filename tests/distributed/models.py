@@ -46,7 +46,7 @@ def embedding(table: Any = None) -> Any:
     return keras.Sequential(
         [
             keras.Input((5,), dtype="int32"),
-            (table or keras.layers.Embedding)(300_000, 4),
+            (table or keras.layers.Embedding)(70_000, 4),
             keras.layers.GlobalAveragePooling1D(),
             keras.layers.Dense(3),
         ]

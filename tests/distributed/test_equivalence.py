@@ -99,7 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@WORLDS
+@on(("horovod", 2), ("tf", 4))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(world: World, option: str) -> None:
     options = dict(OPTIONS[option])

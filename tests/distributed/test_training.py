@@ -12,7 +12,7 @@ import pytest
 from tests.distributed import training
 from tests.worlds import World, in_one_process, on
 
-WORLDS = on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
+WORLDS = on(("horovod", 2), ("tf", 4))
 PAIRS = on(("tf", 2), ("horovod", 2))
 
 

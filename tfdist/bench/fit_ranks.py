@@ -1,8 +1,8 @@
 """One rank of each contender of `tfdist bench fit`: the same model, data and optimizer, trained in its way.
 
-Every contender trains in blocks of `steps` steps: an epoch of `fit()`, or as many turns of a hand-written
-loop. It waits for a request before each block and answers with the block's seconds. The loss is read at the
-end of each, so nothing is left under way; its mean is tracked in all of them, since `fit()` does it.
+Every contender trains in blocks of `steps` steps, of `fit()` or of a hand-written loop. It waits for a request
+before each block and answers with the block's seconds. The loss is read at the end of each, so nothing is left
+under way; its mean is tracked in all of them, since `fit()` does it.
 """
 
 from __future__ import annotations
@@ -114,17 +114,18 @@ class _Clock:
 
 
 def _fit(keras: Any, model: Any, dataset: Any, channel: Channel, options: dict[str, Any]) -> None:
-    """Trains in `fit()`, one epoch per request; the first is for warming up."""
+    """Trains in one endless epoch of `fit()`, a block of steps per request; the first is for warming up."""
 
     class Turns(keras.callbacks.Callback):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.clock, self.prepared = _Clock(), False
+            self.clock, self.steps, self.prepared = _Clock(), 0, False
 
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.clock = _Clock()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+            if self.steps % options["steps"]:
+                return
+            float(logs["loss"])
             times = self.clock.read()
             if self.prepared:
                 channel.answer({**times, "weights": _fingerprint(self.model)})
@@ -133,9 +134,10 @@ def _fit(keras: Any, model: Any, dataset: Any, channel: Channel, options: dict[s
                 channel.ready()
             if channel.next_request() is None:
                 os._exit(0)
+            self.clock = _Clock()
 
-    endless = 1_000_000
-    model.fit(dataset, epochs=endless, steps_per_epoch=options["steps"], verbose=0, callbacks=[Turns()])
+    endless = 1_000_000_000
+    model.fit(dataset, steps_per_epoch=endless, verbose=0, callbacks=[Turns()])
 
 
 def _alone(channel: Channel, options: dict[str, Any]) -> None:

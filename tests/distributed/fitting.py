@@ -100,10 +100,14 @@ def uneven(plan: str, ranks: int, length: bool, options: dict[str, Any]) -> dict
     """
     import tfdist
 
+    options = dict(options)
+    steps = options.pop("steps_per_epoch", None)
     trained = model(**options)
     before = bodies.weights_of(trained)
     data = dataset(batches(plan, ranks), length=length or tfdist.size() == 1)
-    history = trained.fit(data, epochs=3, validation_data=validation(ranks), verbose=0).history
+    history = trained.fit(
+        data, epochs=3, steps_per_epoch=steps, validation_data=validation(ranks), verbose=0
+    ).history
     return bodies.outcome(trained, before) | {"history": history}
 
 

@@ -69,6 +69,16 @@ def test_unequal_data_in_every_mode(world: World, options: dict[str, Any]) -> No
 
 
 @PAIRS
+@pytest.mark.parametrize("length", [True, False], ids=["known length", "unknown length"])
+def test_more_steps_per_epoch_than_data(world: World, length: bool) -> None:
+    options = {"steps_per_epoch": 7}
+    expected = alone(fitting.uneven, "fewer batches", world.size, True, options=tuple(options.items()))
+    results = world.call(fitting.uneven, "fewer batches", world.size, length, options)
+    assert_equal_training(results, expected)
+    assert_equal_history(results, expected)
+
+
+@PAIRS
 @pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=str)
 @pytest.mark.parametrize("when", ["batch", "last batch", "epoch"])
 def test_one_rank_stops_all(world: World, when: str, options: dict[str, Any]) -> None:

@@ -78,6 +78,14 @@ def test_custom_loop_learns_in_sync(environment: dict[str, str]) -> None:
     assert "all ranks hold" in output
 
 
+def test_loop_with_unequal_data_learns_in_sync(environment: dict[str, str]) -> None:
+    output = run(environment, "uneven_loop.py", "--epochs", "8")
+    assert output.count("rank 1 had the most data") == 8
+    accuracy = re.search(r"held-out digits: ([0-9.]+)%; all ranks hold", output)
+    assert accuracy, output[-3000:]
+    assert float(accuracy[1]) >= 90
+
+
 def test_preempted_training_resumes_on_all_ranks(environment: dict[str, str], tmp_path: Path) -> None:
     words = ["checkpoint.py", "--folder", str(tmp_path), "--epochs", "5"]
     output = run(environment, *words, "--stop-after", "3")

@@ -28,9 +28,14 @@ import tensorflow as tf
 
 _CPU = "/device:CPU:0"
 FULL_SHARE = 64.0  # the first unit: any number will do, but a share far from 1 strains small floats
-_NOTHING_YET = [-1.0, 0.0, 0.0, 0.0]
-# Places in what is sent and summed.
-_SHARE, _ACTIVE, _STOP, _FAIL = range(4)
+# Places in what is sent and averaged; the last is empty on the way, and counts steps in what is kept.
+_SHARE, _ACTIVE, _STOP, _FAIL, _COUNT = range(5)
+_NOTHING_YET = [0.0, -1.0, 0.0, 0.0, 0.0]
+_KEPT = [0.0, 0.0, 1.0, 1.0, 1.0]
+_ONE_MORE = [0.0, 0.0, 0.0, 0.0, 1.0]
+# Weights with which a sum over a message is positive exactly if somebody has data and nobody stops or has failed:
+# the mean of a flag that one of N ranks raises is 1/N.
+_PROCEEDS = [0.0, 1.0, -1e9, -1e9, 0.0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,25 +63,29 @@ class JointSteps:
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device(_CPU):
-            self._says = tf.Variable([0.0, 0.0], trainable=False, name="joint_step_says")
-            # An `Outcome` as numbers.
-            self._outcome = tf.Variable(_NOTHING_YET, trainable=False, name="joint_step_outcome")
-            self._unit = tf.Variable(0.0, trainable=False, name="joint_step_unit")
+            self._says = tf.Variable([0.0, 0.0, 0.0], trainable=False, name="joint_step_says")
+            # The mean of the last messages, in which flags stay up.
+            self._heard = tf.Variable(_NOTHING_YET, trainable=False, name="joint_step_heard")
+            # Negative until the first step has measured one.
+            self._unit = tf.Variable(-FULL_SHARE, trainable=False, name="joint_step_unit")
+        self._ranks = 1.0
 
     def begin_epoch(self) -> None:
         """Forgets what the steps of the last epoch came to."""
-        self._says.assign([0.0, 0.0])
-        self._outcome.assign(_NOTHING_YET)
+        self._says.assign([0.0, 0.0, 0.0])
+        self._heard.assign(_NOTHING_YET)
 
     def say(self, *, stop: bool, failed: bool) -> None:
         """What this rank tells the others in the steps from now on."""
-        self._says.assign([float(stop), float(failed)])
+        self._says.assign([float(stop), float(failed), 0.0])
 
     @property
     def outcome(self) -> Outcome:
         """What the last step came to."""
-        active, stop, failed, count = self._outcome.numpy()
-        return Outcome(int(active), bool(stop), bool(failed), int(count))
+        # After every step, so by the shortest way.
+        heard = tf.raw_ops.ReadVariableOp(resource=self._heard.handle, dtype=tf.float32).numpy().tolist()
+        active = round(heard[_ACTIVE] * self._ranks) if heard[_ACTIVE] >= 0.0 else -1
+        return Outcome(active, heard[_STOP] > 0.0, heard[_FAIL] > 0.0, int(heard[_COUNT]))
 
     @contextlib.contextmanager
     def step(self, samples: Any) -> Iterator[None]:
@@ -89,14 +98,9 @@ class JointSteps:
         try:
             yield
             with tf.device(_CPU):
-                self._outcome.assign_add([0.0, 0.0, 0.0, 1.0])
+                self._heard.assign_add(_ONE_MORE)
         finally:
             _current.step = outer
-
-
-def _unit_of(steps: JointSteps) -> Any:
-    unit = steps._unit.read_value()
-    return tf.where(unit > 0.0, unit, FULL_SHARE)
 
 
 class _Current(threading.local):
@@ -118,37 +122,34 @@ class _Step:
         with tf.device(_CPU):
             if self.idle:
                 return tf.constant(0.0)
-            return tf.cast(self._samples, tf.float32) / _unit_of(self._steps)
+            return tf.cast(self._samples, tf.float32) / tf.abs(self._steps._unit)
 
     def message(self, share: Any) -> Any:
-        """What rides with the gradients: float32, shape [4]."""
+        """What rides with the gradients: float32, shape [5]."""
         with tf.device(_CPU):
-            active = tf.cast(share > 0.0, tf.float32)
-            return tf.concat([[share, active], self._steps._says.read_value()], 0)
+            return tf.concat([tf.stack([share, tf.sign(share)]), self._steps._says.read_value()], 0)
 
     def hear(self, mean: Any, size: float) -> Any:
         """Takes the mean of all ranks' messages.
 
         Args:
-            mean: float32, shape [4].
+            mean: float32, shape [5].
             size: number of ranks.
 
         Returns:
             What turns a mean over ranks into one over their samples, a float32 scalar, in ordinary steps 1.
         """
         steps = self._steps
+        steps._ranks = size
         with tf.device(_CPU):
-            before = steps._outcome.read_value()
-            active = tf.round(mean[_ACTIVE] * size)
-            stop = tf.maximum(tf.cast(mean[_STOP] > 0.0, tf.float32), before[1])
-            failed = tf.maximum(tf.cast(mean[_FAIL] > 0.0, tf.float32), before[2])
-            steps._outcome.assign(tf.stack([active, stop, failed, before[3]]))
+            heard = tf.maximum(mean, steps._heard * _KEPT)
+            steps._heard.assign(heard)
+            self._proceeds = proceeds(heard)
+            share = mean[_SHARE]
+            unit = steps._unit.read_value()
+            steps._unit.assign(tf.maximum(unit, tf.math.divide_no_nan(share, mean[_ACTIVE]) * tf.abs(unit)))
             # Division by the number of ranks may have rounded.
-            share = tf.where(tf.abs(mean[_SHARE] - 1.0) < 1e-6, 1.0, mean[_SHARE])
-            batch = tf.math.divide_no_nan(share * size, active) * _unit_of(steps)
-            steps._unit.assign(tf.maximum(steps._unit, batch))
-            self._proceeds = proceeds(mean) & (before[1] + before[2] == 0.0)
-            return tf.math.divide_no_nan(1.0, share)
+            return tf.where(tf.abs(share - 1.0) < 1e-6, 1.0, tf.math.divide_no_nan(1.0, share))
 
     def update(self, apply: Callable[[], Any]) -> None:
         """Calls `apply` unless the step updates nothing."""
@@ -171,7 +172,7 @@ _current = _Current()
 
 def proceeds(message: Any) -> Any:
     """Whether a step updates anything, by the sum or mean of all ranks' messages: a bool scalar."""
-    return (message[_ACTIVE] > 0.0) & (message[_STOP] + message[_FAIL] == 0.0)
+    return tf.reduce_sum(message * _PROCEEDS) > 0.0
 
 
 def current() -> _Step | None:
@@ -196,18 +197,17 @@ def is_alone() -> bool:
 
 def weigh(gradients: Sequence[Any], share: Any) -> list[Any]:
     """Multiplies gradients by a rank's share: no work where it is 1, zeros even of NaN where it is 0."""
-    if not gradients:
-        return []
-    values = [_values(gradient) for gradient in gradients]
+    ordinary = tf.equal(share, 1.0)
+    return [_with_values(gradient, _weighed(_values(gradient), share, ordinary)) for gradient in gradients]
 
-    def weighed() -> list[Any]:
-        return [tf.math.multiply_no_nan(value, tf.cast(share, value.dtype)) for value in values]
 
-    result = tf.cond(share == 1.0, lambda: [tf.identity(value) for value in values], weighed)
-    return [
-        _with_values(gradient, value)
-        for gradient, value in zip(gradients, tf.nest.flatten(result), strict=True)
-    ]
+def _weighed(values: Any, share: Any, ordinary: Any) -> Any:
+    if tf.executing_eagerly():
+        return values if bool(ordinary) else tf.math.multiply_no_nan(values, tf.cast(share, values.dtype))
+    # What `tf.cond` becomes when it runs, at a third of its operations.
+    changed, same = tf.raw_ops.Switch(data=values, pred=ordinary)
+    changed = tf.math.multiply_no_nan(changed, tf.cast(share, values.dtype))
+    return tf.raw_ops.Merge(inputs=[same, changed]).output
 
 
 def _values(gradient: Any) -> Any:
@@ -216,6 +216,7 @@ def _values(gradient: Any) -> Any:
 
 def _with_values(gradient: Any, values: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
-        return tf.ensure_shape(values, gradient.shape)
-    values = tf.ensure_shape(values, gradient.values.shape)
+        values.set_shape(gradient.shape)
+        return values
+    values.set_shape(gradient.values.shape)
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

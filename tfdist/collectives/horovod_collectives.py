@@ -125,7 +125,8 @@ class HorovodCollectives(Engine):
             )
             for place, result in zip(places, reduced, strict=True):
                 original = tensors[place]
-                results[place] = tf.ensure_shape(tf.cast(result, original.dtype), original.shape)
+                results[place] = tf.cast(result, original.dtype)
+                results[place].set_shape(original.shape)
         return results
 
     def allgather(

@@ -10,11 +10,10 @@ CONSTRAINTS ?= constraints/newest.txt
 HOROVOD_FEATURES ?= gloo,mpi
 
 BIN := $(VENV)/bin
-SHELL := bash
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGE := setup.cfg pyproject.toml $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest lint suite suite-in-worlds suite-elsewhere horovod bench constraints clean
+.PHONY: demo test test-oldest lint suite horovod bench constraints clean
 
 demo: $(VENV)/.demo
 	$(BIN)/tfdist run -np 2 --backend tf examples/digits.py
@@ -26,12 +25,8 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two halves at a time: tests in worlds compute, most of the others wait.
 suite: $(VENV)/.test horovod
-	$(MAKE) --no-print-directory -j2 suite-in-worlds suite-elsewhere
-
-suite-in-worlds suite-elsewhere:
-	set -o pipefail; $(BIN)/python -m pytest -m '$(if $(findstring worlds,$@),world,not world)' | sed -u 's/^/$(@:suite-%=%): /'
+	$(BIN)/python -m pytest
 
 horovod: $(VENV)/.test
 	$(BIN)/tfdist build-horovod --with $(HOROVOD_FEATURES)

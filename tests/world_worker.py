@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import pickle
 import signal
@@ -49,6 +50,8 @@ def main(channel: socket.socket) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # how `World` learns where a call hangs
     expose_callbacks()
     first = run(f"{__name__}:start", ())
+    gc.collect()
+    gc.freeze()  # what is imported stays, and need not be looked at after every test
     send(channel, first)
     while True:
         try:

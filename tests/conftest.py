@@ -146,6 +146,10 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _ends_with_us(child: psutil.Process) -> bool:
-    """Whether it is one of the helpers of `multiprocessing`, which end when this process does."""
+    """Whether it is one of the helpers of `multiprocessing`, which end when this process does.
+
+    Ranks that were forked from a helper carry its command line, but are its children.
+    """
     command = " ".join(child.cmdline())
-    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+    helps = "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+    return helps and child.ppid() == os.getpid()

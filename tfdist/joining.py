@@ -9,7 +9,6 @@ that count for nothing. So it applies what the others apply, and ends with the w
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -44,7 +43,7 @@ class LoopSteps:
         """
         if self._steps is None:
             self._steps = JointSteps()
-            _used.append(weakref.ref(self))
+            _used.add(self)
         steps = self._steps
         self._remember(gradients, update)
         with steps.step(FULL_SHARE):
@@ -65,11 +64,12 @@ class LoopSteps:
                 "(`tfdist.shard` does)."
             )
         self._steps.begin_epoch()
-        for count in itertools.count():
+        self._idle()
+        count = 0
+        while self._steps.outcome.active != 0:
             self._idle()
-            if self._steps.outcome.active == 0:
-                return count
-        raise AssertionError
+            count += 1
+        return count
 
     def _remember(self, gradients: Sequence[Any], update: Update) -> None:
         eager = tf.executing_eagerly()
@@ -92,7 +92,7 @@ class LoopSteps:
         self._idle = idle if eager else tf.function(idle, autograph=False)
 
 
-_used: list[weakref.ref[LoopSteps]] = []
+_used: weakref.WeakSet[LoopSteps] = weakref.WeakSet()
 
 
 def join(device: int = -1) -> int:
@@ -129,8 +129,7 @@ def join(device: int = -1) -> int:
     if current.control is None:
         return 0
     gc.collect()  # optimizers that are no longer used must be gone on all ranks alike
-    loops = [loop for reference in _used if (loop := reference()) is not None]
-    _used[:] = [weakref.ref(loop) for loop in loops]
+    loops = list(_used)
     if not loops:
         raise TfdistError(
             f"rank {current.spec.rank} called tfdist.join() before any update through a DistributedOptimizer, so "

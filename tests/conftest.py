@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.source_tree import expose_callbacks
+from tests.source_tree import expose_callbacks, search_path
 from tests.worlds import USUAL, World
 
 expose_callbacks()
+os.environ["PYTHONPATH"] = search_path()
 # A shell starts background jobs with Ctrl-C ignored, nohup ignores the hang-up, and every child inherits it;
 # tests of signals need the usual.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

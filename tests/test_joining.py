@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -177,3 +181,40 @@ def test_optimizer_applied_twice_in_a_function_is_refused(world: World) -> None:
     for said in world.call(apply_twice_in_a_function):
         assert "several times" in said
         assert "tfdist.shard" in said
+
+
+def join_while_the_last_one_dies() -> tuple[str, str, float]:
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    weight = keras.Variable([1.0])
+    optimizer = tfdist.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    step = tf.function(lambda gradient: optimizer.apply([gradient], [weight]))
+    last = tfdist.rank() == tfdist.size() - 1
+    for _ in range(3 if last else 1):
+        step(tf.constant([1.0]))
+    if last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        tfdist.join()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "joined", "", 0.0
+
+
+@pytest.mark.parametrize("backend", ["tf", "horovod"])
+def test_rank_that_dies_is_named_to_those_who_have_joined(
+    fresh_world: Callable[..., World], backend: str
+) -> None:
+    world = fresh_world(backend, 3)
+    *joined, dead = world.outcomes(join_while_the_last_one_dies)
+    assert dead.kind == "Died"
+    for outcome in joined:
+        kind, message, seconds = outcome.value
+        assert kind == "PeerLostError", message
+        assert "rank 2" in message.lower()
+        # Rank 0 waits for rank 1, which has noticed, and whose process goes on.
+        assert seconds < 30.0, "it waited for the timeout of 60 s"

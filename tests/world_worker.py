@@ -52,6 +52,7 @@ def main(channel: socket.socket) -> None:
     first = run(f"{__name__}:start", ())
     gc.collect()
     gc.freeze()  # what is imported stays, and need not be looked at after every test
+    gc.set_threshold(100_000)  # nor often while a graph is traced
     send(channel, first)
     while True:
         try:

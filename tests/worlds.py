@@ -264,6 +264,7 @@ def _forking() -> ForkServerContext:
     context.set_forkserver_preload(["tensorflow", "keras"])
     before = dict(os.environ)
     os.environ.update(_QUIET)  # read when TensorFlow is imported
+    os.environ.pop("PYTHONPATH", None)  # ranks may use what `tests.lean` leaves out
     try:
         forkserver.ensure_running()
     finally:

@@ -151,16 +151,18 @@ class FitSession:
         if self._over or isinstance(error, CollectiveError | PeerFailedError):
             return  # the others know
         self._failure = _in_a_line(error)
-        # A model that is refused must make no step, and is so on all ranks as a rule.
-        joins = not isinstance(error, OutOfSyncError)
-        if joins and self._comes_to_the_others():
-            return
         control = world.current().control
-        try:
-            self._meet("failed", None, timeout=_GRACE)
-        except Exception:
-            if control is not None:  # the others wait elsewhere: the world ends for all
-                control.close(error=f"it left fit() with {self._failure}")
+        if not (self._stepping and self._steps.is_midway):
+            # A model that is refused must make no step, and is so on all ranks as a rule.
+            joins = not isinstance(error, OutOfSyncError)
+            if joins and self._comes_to_the_others():
+                return
+            with contextlib.suppress(Exception):
+                self._meet("failed", None, timeout=_GRACE)
+                return
+        # The others wait where this rank can't come, as in the middle of a step: the world ends for all.
+        if control is not None:
+            control.close(error=f"it left fit() with {self._failure}")
 
     def _comes_to_the_others(self) -> bool:
         try:

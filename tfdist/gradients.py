@@ -94,7 +94,7 @@ class GradientReducer:
         if group.size > 1:
             _agree(self.name, signature, group)
             gradients, watched = graph_watch.enter(name, gradients, group.ranks)
-        average = _Average(group, weighed_by, by_samples=self.op is ReduceOp.AVERAGE)
+        average = _Average(group, gradients, weighed_by, by_samples=self.op is ReduceOp.AVERAGE)
         reduced = list(gradients)
         dense: list[int] = []
         sparse: list[int] = []
@@ -231,15 +231,18 @@ class _Average:
         group: the ranks.
     """
 
-    def __init__(self, group: Group, weighed_by: Any, *, by_samples: bool) -> None:
+    def __init__(self, group: Group, gradients: Sequence[Any], weighed_by: Any, *, by_samples: bool) -> None:
         self.group = group
+        # Back-propagation reaches the last layer first.
+        first = next((each for each in reversed(gradients) if each is not None), None)
         self._step = joint_step.current() if group.size > 1 else None
         self._sent = self._step is None
         self._correction: Any = None
         self._weighed = weighed_by is not None
         self._share: Any = weighed_by
-        if self._step is not None and not self._weighed:
-            self._share = self._step.share()
+        if self._step is not None:
+            share = weighed_by if self._weighed else self._step.share()
+            self._share = share if first is None else self._step.enter(share, first)
         self._factor = self._share
         if self._share is not None and not by_samples:
             self._factor = tf.cast(self._share > 0.0, tf.float32)

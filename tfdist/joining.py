@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import world
+from tfdist import operations, world
 from tfdist.errors import TfdistError
 from tfdist.joint_step import FULL_SHARE, JointSteps
 
@@ -112,6 +112,7 @@ def join(device: int = -1) -> int:
 
     Raises:
         TfdistError: this rank has made no update yet, or applies one optimizer several times in a tf.function.
+        PeerLostError: a rank that still had data is gone.
 
     Example:
         >>> import keras, tensorflow as tf, tfdist
@@ -136,7 +137,13 @@ def join(device: int = -1) -> int:
             "it does not know what the other ranks reduce. Give every rank at least one batch; a "
             "DistributedGradientTape with a plain optimizer can't join, so wrap the optimizer instead."
         )
-    counts = _all_at_once([loop.join for loop in loops])
+    try:
+        counts = _all_at_once([loop.join for loop in loops])
+    except Exception as error:
+        explained = operations.translate(error, waiting_for="tfdist.join()")
+        if explained is error:
+            raise
+        raise explained from error
     answers = current.control.exchange("join", max(counts))
     return max(range(len(answers)), key=lambda rank: (-answers[rank], rank))
 

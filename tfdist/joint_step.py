@@ -31,6 +31,7 @@ FULL_SHARE = 64.0  # the first unit: any number will do, but a share far from 1 
 # Places in what is sent and averaged; the last is empty on the way, and counts steps in what is kept.
 _SHARE, _ACTIVE, _STOP, _FAIL, _COUNT = range(5)
 _NOTHING_YET = [0.0, -1.0, 0.0, 0.0, 0.0]
+_NEVER = [0.0, 0.0, 0.0, 0.0, -1.0]
 _KEPT = [0.0, 0.0, 1.0, 1.0, 1.0]
 _ONE_MORE = [0.0, 0.0, 0.0, 0.0, 1.0]
 # Weights with which a sum over a message is positive exactly if somebody has data and nobody stops or has failed:
@@ -66,6 +67,8 @@ class JointSteps:
             self._says = tf.Variable([0.0, 0.0, 0.0], trainable=False, name="joint_step_says")
             # The mean of the last messages, in which flags stay up.
             self._heard = tf.Variable(_NOTHING_YET, trainable=False, name="joint_step_heard")
+            # What was heard when this rank last began to exchange.
+            self._entered = tf.Variable(_NEVER, trainable=False, name="joint_step_entered")
             # Negative until the first step has measured one.
             self._unit = tf.Variable(-FULL_SHARE, trainable=False, name="joint_step_unit")
         self._ranks = 1.0
@@ -74,6 +77,7 @@ class JointSteps:
         """Forgets what the steps of the last epoch came to."""
         self._says.assign([0.0, 0.0, 0.0])
         self._heard.assign(_NOTHING_YET)
+        self._entered.assign(_NEVER)
 
     def say(self, *, stop: bool, failed: bool) -> None:
         """What this rank tells the others in the steps from now on."""
@@ -86,6 +90,11 @@ class JointSteps:
         heard = tf.raw_ops.ReadVariableOp(resource=self._heard.handle, dtype=tf.float32).numpy().tolist()
         active = round(heard[_ACTIVE] * self._ranks) if heard[_ACTIVE] >= 0.0 else -1
         return Outcome(active, heard[_STOP] > 0.0, heard[_FAIL] > 0.0, int(heard[_COUNT]))
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether this rank has begun to exchange in a step that it has not finished."""
+        return bool(self._entered[_COUNT] == self._heard[_COUNT])
 
     @contextlib.contextmanager
     def step(self, samples: Any) -> Iterator[None]:
@@ -123,6 +132,23 @@ class _Step:
             if self.idle:
                 return tf.constant(0.0)
             return tf.cast(self._samples, tf.float32) / tf.abs(self._steps._unit)
+
+    def enter(self, share: Any, gradient: Any) -> Any:
+        """Notes that this rank begins to exchange.
+
+        Args:
+            share: its share.
+            gradient: what is known when a gradient is: before, nothing has gone out, and the step may still fail
+                without the others.
+
+        Returns:
+            `share`, for what is sent to depend on.
+        """
+        with tf.device(_CPU):
+            with tf.control_dependencies([_values(gradient)]):
+                noted = self._steps._entered.assign(self._steps._heard.read_value())
+            with tf.control_dependencies([noted]):
+                return tf.identity(share)
 
     def message(self, share: Any) -> Any:
         """What rides with the gradients: float32, shape [5]."""

@@ -37,6 +37,7 @@ def test_no_subject_and_unknown_subject_are_usage_errors(capsys: pytest.CaptureF
         ["fit", "--rounds", "many"],
         ["fit", "--model", "gpt"],
         ["fit", "--only", "torch"],
+        ["fit", "--only", "desync-check", "--steps", "30"],
         ["allreduce", "-np", "1"],
         ["allreduce", "--sizes", "1.5MB"],
         ["allreduce", "--only", "nccl"],

@@ -468,7 +468,7 @@ def absent(rank: int, mode: str) -> str:
     import time
 
     if tfdist.rank() == rank:
-        time.sleep(15.0)
+        time.sleep(10.0)
         return "absent"
     function = tf.function(lambda x: tfdist.allreduce(x)) if mode == "graph" else tfdist.allreduce
     try:
@@ -477,6 +477,20 @@ def absent(rank: int, mode: str) -> str:
         explained = operations.translate(error)
         return f"{type(explained).__name__}: {explained}"
     return "no error"
+
+
+def late(rank: int, seconds: float) -> tuple[str, float]:
+    """One rank comes after the bound; the collective after it works."""
+    import time
+
+    if tfdist.rank() == rank:
+        time.sleep(seconds)
+    try:
+        tfdist.allreduce(tf.ones(3), name="metric")
+        said = "no error"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, float(tfdist.allreduce(tf.constant(1.0), op=tfdist.Sum, name="afterwards"))
 
 
 def dies(rank: int, mode: str) -> str:

@@ -22,6 +22,14 @@ def test_absent_rank_is_named(fresh_world: Callable[..., World], backend: str, m
     assert "rank 1" in present
 
 
+def test_late_rank_is_named_and_the_next_collective_works(fresh_world: Callable[..., World]) -> None:
+    world = fresh_world("tf", 2, timeout=5.0)
+    for message, total in world.call(bodies.late, 1, 8.0, timeout=60.0):
+        assert message.startswith("CollectiveTimeoutError"), message
+        assert "rank 1 did not arrive at \"allreduce 'metric'\"" in message
+        assert total == 2.0
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_dead_rank_is_named(fresh_world: Callable[..., World], backend: str, mode: str) -> None:

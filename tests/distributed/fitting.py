@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -209,6 +210,57 @@ def failing(options: dict[str, Any]) -> dict[str, tuple[str, str]]:
         trained.fit(dataset(rows, length=True), verbose=0)
         said[f"{place}, then"] = (tfdist.check_in_sync(trained), "")
     return said
+
+
+def failing_midway() -> tuple[str, str, float]:
+    """The last rank fails in its third step, when it has sent the last layer's gradient but not the first's."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    steps = tf.Variable(0, trainable=False)
+
+    def check(step: Any) -> Any:
+        if step == 3 and tfdist.rank() == tfdist.size() - 1:
+            time.sleep(2.0)  # the last layer's gradient goes out
+            raise ValueError("out of memory")
+        return np.float32(1.0)
+
+    @tf.custom_gradient
+    def failing(inputs: Any) -> Any:
+        return tf.identity(
+            inputs
+        ), lambda back: back * tf.numpy_function(check, [steps.read_value()], tf.float32)
+
+    class Failing(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            steps.assign_add(1)
+            return failing(inputs)
+
+    keras.utils.set_random_seed(7)
+    layers = [keras.Input((6,)), keras.layers.Dense(8), Failing(), keras.layers.Dense(3)]
+    made = keras.Sequential(layers)
+    made.compile(tfdist.DistributedOptimizer(keras.optimizers.SGD(0.1), bucket_bytes=1), "mse")
+    start = time.monotonic()
+    try:
+        made.fit(X[:64], X[:64, :3], batch_size=8, verbose=0)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", 0.0
+
+
+def frozen_on_one_rank() -> str:
+    """The last rank leaves out a layer."""
+    import tfdist
+
+    trained = model()
+    trained.layers[0].trainable = tfdist.rank() < tfdist.size() - 1
+    try:
+        trained.fit(dataset(batches("equal", 2), length=True), verbose=0)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
 
 
 def disagreeing() -> str:

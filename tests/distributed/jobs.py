@@ -21,7 +21,8 @@ from typing import Any, Generic, TypeVar
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.source_tree import search_path
+
 SCRIPTS = Path(__file__).parent / "launch_scripts"
 BOUND = 150.0  # seconds; nothing here waits that long unless it hangs
 AT_ONCE = 2  # jobs that run at the same time: most of one is waiting for imports and time-outs
@@ -79,7 +80,7 @@ class Running:
         inherited |= {
             _MARK: self.mark,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+            "PYTHONPATH": search_path(),
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "CUDA_VISIBLE_DEVICES": "-1",
         }

@@ -18,7 +18,6 @@ def dense() -> Any:
         [
             keras.Input((6,)),
             keras.layers.Dense(16, activation="tanh"),
-            keras.layers.Dense(8, activation="tanh"),
             keras.layers.Dense(3),
         ]
     )

@@ -18,6 +18,7 @@ from tests.conftest import require
 from tests.distributed.jobs import SCRIPTS, Ahead, Ended, records_in, run_ahead, start, tfdist_run
 
 TIMEOUT = 15  # seconds of tfdist's own bound; ranks start several seconds apart on a busy machine
+ALONE = 5  # the same where no other rank is waited for
 SOON = 45.0  # seconds; a peer that needs longer for its error hangs rather than works
 ENGINES = ("tf", "horovod")
 LAUNCHERS = {
@@ -29,7 +30,8 @@ LAUNCHERS = {
 def run(fault: str, folder: Path) -> Ended:
     """Runs a job named `launcher mode engine`."""
     how, mode, engine = fault.split()
-    common = {"TFDIST_TIMEOUT": str(TIMEOUT), "TFDIST_BACKEND": engine, "TMPDIR": str(folder)}
+    bound = ALONE if mode.startswith("alone") else TIMEOUT
+    common = {"TFDIST_TIMEOUT": str(bound), "TFDIST_BACKEND": engine, "TMPDIR": str(folder)}
     if how == "run":
         job = start(tfdist_run("faults.py", mode), **common)
         if mode == "endless":
@@ -99,40 +101,6 @@ def assert_rank_0_knows_the_exception(job: Ended) -> None:
     assert error["after"] < SOON
 
 
-@faults("bare kill")
-def test_peers_of_a_killed_rank_name_it(fault: str, ended: Ahead[Ended]) -> None:
-    job = finish(fault, ended)
-    assert job.codes == [1, -signal.SIGKILL]
-    error = error_of(job, 0)
-    assert error["kind"] == "PeerLostError"
-    assert "rank 1" in error["text"].lower()
-    assert error["after"] < SOON
-
-
-@faults("bare freeze")
-def test_layer_frozen_on_one_rank(fault: str, ended: Ahead[Ended]) -> None:
-    job = finish(fault, ended)
-    assert job.codes == [1, 1]
-    for rank in range(2):
-        error = error_of(job, rank)
-        assert error["kind"] == "CollectiveMismatchError"
-        first, second = error["text"].split("rank 1 has")
-        assert "rank 0 has sequential/dense/kernel float32[6, 16]" in first
-        assert "float32[6, 16]" not in second
-
-
-@faults("bare late", engines=("tf",))
-def test_late_eager_collective_names_the_rank(fault: str, ended: Ahead[Ended]) -> None:
-    job = finish(fault, ended)
-    assert job.codes == [0, 0]
-    for rank in range(2):
-        error = error_of(job, rank)
-        assert error["kind"] == "CollectiveTimeoutError"
-        assert "rank 1 did not arrive at \"allreduce 'metric'\"" in error["text"]
-    totals = [record["total"] for record in records_in(job.output) if "total" in record]
-    assert totals == [2.0, 2.0]
-
-
 @faults("bare alone0", "bare alone1", engines=("tf",))
 def test_rank_that_never_starts_is_named(fault: str, ended: Ahead[Ended]) -> None:
     job = finish(fault, ended)
@@ -141,7 +109,7 @@ def test_rank_that_never_starts_is_named(fault: str, ended: Ahead[Ended]) -> Non
     error = error_of(job, here)
     assert error["kind"] == "CollectiveTimeoutError"
     assert f"rank {1 - here}" in error["text"]
-    assert f"{TIMEOUT} s" in error["text"]
+    assert f"{ALONE} s" in error["text"]
 
 
 # What the user of `tfdist run` sees

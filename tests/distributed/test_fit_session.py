@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from tests.distributed import fitting
 from tests.worlds import World, in_one_process, on
 
 PAIRS = on(("tf", 2), ("horovod", 2))
+# What no engine has a part in runs on one of them.
+TF, HOROVOD = on(("tf", 2)), on(("horovod", 2))
 
 
 @functools.cache
@@ -57,7 +60,7 @@ def test_every_rank_has_other_data(world: World, length: bool) -> None:
     assert_equal_history(results, expected)
 
 
-@PAIRS
+@TF
 @pytest.mark.parametrize(
     "options", [{"steps_per_execution": 2}, {"run_eagerly": True}, {"jit_compile": True}], ids=str
 )
@@ -68,7 +71,7 @@ def test_unequal_data_in_every_mode(world: World, options: dict[str, Any]) -> No
     assert_equal_history(results, expected)
 
 
-@PAIRS
+@HOROVOD
 @pytest.mark.parametrize("length", [True, False], ids=["known length", "unknown length"])
 def test_more_steps_per_epoch_than_data(world: World, length: bool) -> None:
     options = {"steps_per_epoch": 7}
@@ -78,7 +81,7 @@ def test_more_steps_per_epoch_than_data(world: World, length: bool) -> None:
     assert_equal_history(results, expected)
 
 
-@PAIRS
+@TF
 @pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=str)
 @pytest.mark.parametrize("when", ["batch", "last batch", "epoch"])
 def test_one_rank_stops_all(world: World, when: str, options: dict[str, Any]) -> None:
@@ -109,14 +112,36 @@ def test_failure_of_one_rank_is_told_to_all_and_they_train_again(world: World) -
             assert said[f"{place}, then"] == failed[f"{place}, then"]
 
 
+@pytest.mark.parametrize("backend", ["tf", "horovod"])
+def test_failure_in_the_middle_of_a_step_is_told_at_once(
+    fresh_world: Callable[..., World], backend: str
+) -> None:
+    world = fresh_world(backend, 2)
+    (kind, message, seconds), (own_kind, own_message, _) = world.call(fitting.failing_midway)
+    assert "out of memory" in own_message, own_kind
+    assert kind == "PeerLostError", message
+    assert message.startswith("Rank 1")
+    assert "left fit() with InvalidArgumentError: ValueError: out of memory" in message
+    assert seconds < 30.0, "it waited for the timeout of 60 s"
+
+
 @PAIRS
+def test_layer_frozen_on_one_rank(world: World) -> None:
+    for said in world.call(fitting.frozen_on_one_rank):
+        assert said.startswith("CollectiveMismatchError"), said
+        first, second = said.split("rank 1 has")
+        assert "rank 0 has sequential/dense/kernel float32[6, 8]" in first
+        assert "float32[6, 8]" not in second
+
+
+@TF
 def test_ranks_must_agree_on_epochs(world: World) -> None:
     for said in world.call(fitting.disagreeing):
         assert said.startswith("OutOfSyncError"), said
         assert "same epochs; received 1 on rank 0, 2 on rank 1" in said
 
 
-@PAIRS
+@HOROVOD
 @pytest.mark.parametrize("kind", ["EarlyStopping", "ReduceLROnPlateau"])
 def test_stock_callbacks_decide_as_in_one_process(world: World, kind: str) -> None:
     expected = in_one_process(fitting.deciding, kind)
@@ -129,14 +154,14 @@ def test_stock_callbacks_decide_as_in_one_process(world: World, kind: str) -> No
         assert len(set(expected["history"]["learning_rate"])) > 1, "it decided something"
 
 
-@PAIRS
+@HOROVOD
 def test_nan_on_one_rank_ends_training_on_all(world: World) -> None:
     results = world.call(fitting.deciding, "TerminateOnNaN")
     assert {len(result["history"]["loss"]) for result in results} == {1}
     assert {result["iterations"] for result in results} == {3}, "the step with the NaN was the last"
 
 
-@PAIRS
+@TF
 @pytest.mark.parametrize("kind", ["weights", "rate"])
 def test_unequal_start_is_refused_before_the_first_step(world: World, kind: str) -> None:
     for said in world.call(fitting.unequal_start, kind):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import require
-from tests.distributed.jobs import ROOT, SCRIPTS, Ahead, Ended, records_in, run_ahead, start, tfdist_run
+from tests.distributed.jobs import SCRIPTS, Ahead, Ended, records_in, run_ahead, start, tfdist_run
+from tests.source_tree import search_path
 
 PYTHON = [sys.executable, str(SCRIPTS / "train.py")]
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", "--allow-run-as-root"]
@@ -50,7 +51,7 @@ def run(case: str, folder: Path) -> Ended:
     inherited.mkdir(exist_ok=True)
     (inherited / "module_on_the_path.py").write_text("TEXT = 'found'\n")
     common = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(inherited)]),
+        "PYTHONPATH": search_path(inherited),
         "TMPDIR": str(folder),
         "TFDIST_TIMEOUT": "90",
     } | ({"TESTED_SETS": "1"} if case in SETS else {})

@@ -7,15 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.source_tree import search_path
 from tfdist.doctor import command, trials
 from tfdist.doctor.facts import Facts
 from tfdist.doctor.trials import Trial, read_answers, try_backend
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _examine(
@@ -111,7 +109,7 @@ def test_trial_that_hangs_is_ended_within_its_bound(monkeypatch: pytest.MonkeyPa
 def test_doctor_examines_this_machine() -> None:
     """End to end: real facts, and a real two-process all-reduce on every backend that is here."""
     # As inside an interrupted job: what it left must reach neither verdict nor trial.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TFDIST_TIMEOUT": "60"}
+    environment = {**os.environ, "PYTHONPATH": search_path(), "TFDIST_TIMEOUT": "60"}
     result = subprocess.run(
         [
             sys.executable,

@@ -595,11 +595,12 @@ def _sdist(path: Path) -> None:
     (root / "horovod" / "tensorflow").mkdir(parents=True)
     (root / horovod_compile.REPLACED_SOURCE).write_text('#include "xla"\n')
     (root / "setup.py").write_text("setup")
+    (root / "CMakeLists.txt").write_text("\n".join(["project(horovod)", *horovod_compile._TRIMMED]))
     with tarfile.open(path, "w:gz") as tar:
         tar.add(root, arcname=root.name)
 
 
-def test_only_the_xla_unit_is_replaced(tmp_path: Path) -> None:
+def test_the_xla_unit_is_replaced_and_the_build_trimmed(tmp_path: Path) -> None:
     archive = tmp_path / "sdist.tar.gz"
     _sdist(archive)
     root = horovod_compile.unpack_source(archive, tmp_path / "out")
@@ -608,6 +609,9 @@ def test_only_the_xla_unit_is_replaced(tmp_path: Path) -> None:
     # Nothing of it may reach a CPU build.
     assert replaced.index("#if HAVE_CUDA") < replaced.index("#include")
     assert (root / "setup.py").read_text() == "setup"
+    build = (root / "CMakeLists.txt").read_text()
+    assert build.startswith("project(horovod)\nadd_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)\n")
+    assert '"-O2"' not in build, "it would keep -g"
 
 
 def test_cached_source_needs_no_network_and_a_damaged_one_is_replaced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.layers import ranks
+from tests.source_tree import search_path
 from tfdist.layers import SyncBatchNormalization, sync_batch_norm
 
 PLAIN = keras.layers.BatchNormalization
@@ -186,7 +188,4 @@ def test_settings_survive_a_clone() -> None:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
-    root = Path(__file__).resolve().parents[2]
-    return {**os.environ, "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "-1"}
+    return {**os.environ, "PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": "-1"}

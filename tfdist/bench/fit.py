@@ -53,9 +53,17 @@ CONTENDERS = {
         "MultiWorkerMirroredStrategy, tf_keras fit()", None, ("tf_keras",), stoppable=False
     ),
     "horovod-in-apply": Contender("Horovod ops in an optimizer's apply, fit()", None, ("Horovod",)),
+    "callbacks": Contender(
+        "tfdist on Horovod, fit() with callbacks.default(), all on", "horovod", ("Horovod",)
+    ),
+    "desync-check": Contender(
+        "tfdist on Horovod, fit() with DesyncCheckCallback(100)", "horovod", ("Horovod",)
+    ),
 }
-# By default not the last one: it explains the first ratio and has no target.
-_USUAL = tuple(CONTENDERS)[:-1]
+# The others explain the first ratio, and what callbacks cost.
+_USUAL = ("alone", "by-hand", "tfdist-horovod", "horovod-legacy", "tfdist-tf", "mwms-legacy")
+_CHECKING = ("callbacks", "desync-check")
+_CHECKS_EVERY = 100  # steps, the default of `DesyncCheckCallback`
 
 # (contender, reference, target)
 _COMPARISONS = (
@@ -64,13 +72,22 @@ _COMPARISONS = (
     ("tfdist-tf", "mwms-legacy", 1.00),
     ("tfdist-horovod", "horovod-in-apply", None),
     ("horovod-in-apply", "by-hand", None),
+    ("callbacks", "tfdist-horovod", 1.02),
+    ("desync-check", "tfdist-horovod", 1.01),
 )
 
 
 def main(argv: Sequence[str]) -> int:
     """Command line of `tfdist bench fit`; see `tfdist.bench.main`."""
-    options = _parser().parse_args(argv)
-    chosen, missing = choose(options.only or _USUAL)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    names = options.only or _USUAL
+    if options.steps % _CHECKS_EVERY and not set(names).isdisjoint(_CHECKING):
+        parser.error(
+            f"ranks are compared every {_CHECKS_EVERY} steps, so a round needs a multiple of that: "
+            f"--steps {_CHECKS_EVERY}, not {options.steps}"
+        )
+    chosen, missing = choose(names)
     for what, labels in missing.items():
         print(f"{what} is not installed, so these are left out: {'; '.join(labels)}.")
         print(f"  To measure them: {_HOW_TO_GET[what]}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,14 @@ class _Clock:
 # --- fit() ---
 
 
-def _fit(keras: Any, model: Any, dataset: Any, channel: Channel, options: dict[str, Any]) -> None:
+def _fit(
+    keras: Any,
+    model: Any,
+    dataset: Any,
+    channel: Channel,
+    options: dict[str, Any],
+    callbacks: Sequence[Any] = (),
+) -> None:
     """Trains in one endless epoch of `fit()`, a block of steps per request; the first is for warming up."""
 
     class Turns(keras.callbacks.Callback):  # type: ignore[misc]
@@ -137,7 +145,7 @@ def _fit(keras: Any, model: Any, dataset: Any, channel: Channel, options: dict[s
             self.clock = _Clock()
 
     endless = 1_000_000_000
-    model.fit(dataset, steps_per_epoch=endless, verbose=0, callbacks=[Turns()])
+    model.fit(dataset, steps_per_epoch=endless, verbose=0, callbacks=[*callbacks, Turns()])
 
 
 def _alone(channel: Channel, options: dict[str, Any]) -> None:
@@ -163,7 +171,27 @@ def _tfdist(channel: Channel, options: dict[str, Any]) -> None:
         keras.optimizers.SGD(LEARNING_RATE), **options.get("optimizer_options", {})
     )
     _compile(keras, model, wrapped)
-    _fit(keras, model, _dataset(channel.rank, options), channel, options)
+    callbacks = _tfdist_callbacks(options["contender"])
+    _fit(keras, model, _dataset(channel.rank, options), channel, options, callbacks)
+
+
+def _tfdist_callbacks(contender: str) -> list[Any]:
+    from tfdist.callbacks import DesyncCheckCallback, default
+
+    match contender:
+        case "desync-check":
+            return [DesyncCheckCallback(100)]
+        case "callbacks":
+            # The one epoch never ends: no file is written, and the warm-up acts in every step.
+            folder = f"{tempfile.gettempdir()}/tfdist-bench-{os.getpid()}"
+            return default(
+                initial_lr=LEARNING_RATE,
+                warmup_epochs=1000,
+                best=f"{folder}/best.keras",
+                monitor="loss",
+                resume=f"{folder}/backup",
+            )
+    return []
 
 
 def _horovod_in_apply(channel: Channel, options: dict[str, Any]) -> None:
@@ -251,6 +279,8 @@ _CONTENDERS: dict[str, Callable[[Channel, dict[str, Any]], None]] = {
     "by-hand": _by_hand,
     "horovod-in-apply": _horovod_in_apply,
     "tfdist-horovod": _tfdist,
+    "callbacks": _tfdist,
+    "desync-check": _tfdist,
     "horovod-legacy": _horovod_legacy,
     "tfdist-tf": _tfdist,
     "mwms-legacy": _mwms_legacy,

@@ -39,7 +39,8 @@ _CARRIERS = {
 }
 
 
-_PATIENCE = 5.0  # seconds for Horovod to end after an abort
+_ORDERLY = 1.0  # seconds for Horovod to end with its peers after an abort
+_PATIENCE = 5.0  # seconds for it to end at all
 
 
 class HorovodCollectives(Engine):
@@ -90,11 +91,17 @@ class HorovodCollectives(Engine):
         """Asks Horovod to shut down, which fails everything pending on all ranks."""
         if not self._aborted:
             self._aborted = reason
-            # Horovod's shutdown waits for its background thread, which may itself be stuck with a dead peer.
-            self._aborting = threading.Thread(
-                target=self._runtime.stop, name="tfdist-horovod-abort", daemon=True
-            )
+            self._aborting = threading.Thread(target=self._end, name="tfdist-horovod-abort", daemon=True)
             self._aborting.start()
+
+    def _end(self) -> None:
+        # Horovod's shutdown waits for its background thread, which may itself wait for a peer that does not come.
+        ending = threading.Thread(target=self._runtime.stop, name="tfdist-horovod-stop", daemon=True)
+        ending.start()
+        ending.join(_ORDERLY)
+        if ending.is_alive():
+            self._runtime.break_connections()
+            ending.join()
 
     def register(self, group: Group) -> None:
         """Has Horovod make a process set of these ranks, or use the one it has: it keeps one per ranks."""

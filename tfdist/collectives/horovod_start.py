@@ -11,6 +11,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,7 @@ class HorovodRuntime:
         self._starts = 0
         self._replaced: dict[str, str | None] = {}
         self._rendezvous: Rendezvous | None = None
+        self._connections: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
 
     def start(self, process_sets: Sequence[tuple[int, ...]], *, dynamic: bool) -> None:
@@ -107,6 +110,15 @@ class HorovodRuntime:
         if _is_dynamic() and ranks in self._process_sets:
             mpi_ops.remove_process_set(self._process_sets.pop(ranks))
 
+    def break_connections(self) -> None:
+        """Ends Horovod's connections to its peers, which fails whatever it waits for.
+
+        A Horovod over Gloo that is in the middle of a ring notices that a peer is gone only if it is a neighbour.
+        """
+        for number, _ in self._connections & _connections():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
     def stop(self) -> None:
         """Ends Horovod and undoes everything; idempotent."""
         with self._lock:
@@ -140,6 +152,7 @@ class HorovodRuntime:
             self._export(_gloo_place(spec, host, port))
         self._starts += 1
         sets = {ranks: ProcessSet(list(ranks)) for ranks in process_sets}
+        others = _connections()
         try:
             mpi_ops.init(process_sets=list(sets.values()))
         except Exception as error:
@@ -159,6 +172,7 @@ class HorovodRuntime:
                 '`tfdist build-horovod --with gloo,mpi`, or use `backend="tf"`.'
             )
         self._process_sets = sets
+        self._connections = _connections() - others
 
     def _export(self, variables: Mapping[str, str]) -> None:
         """Sets environment variables until `stop`."""
@@ -184,6 +198,21 @@ def choose_controller(spec: ClusterSpec, *, gloo: bool, mpi: bool) -> str:
     if mpi and spec.launcher in _MPI_LAUNCHERS:
         return "mpi"
     return "gloo" if gloo else ""
+
+
+def _connections() -> set[tuple[int, int]]:
+    """Open TCP connections of this process: file descriptor and inode, which tells whether it is still the same."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            number = int(name)
+            status = os.fstat(number)
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()  # a socket that listens has no peer
+                        found.add((number, status.st_ino))
+    return found
 
 
 def _bounds(timeout: float) -> dict[str, str]:

@@ -58,8 +58,6 @@ def tell(**record: object) -> None:
 def train(mode: str) -> None:
     keras.utils.set_random_seed(1)
     model = models.dense()
-    if mode == "freeze" and tfdist.rank() == 1:
-        model.layers[0].trainable = False
     model.compile(
         tfdist.DistributedOptimizer(keras.optimizers.Adam()),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -69,28 +67,11 @@ def train(mode: str) -> None:
     model.fit(x, y, batch_size=8, verbose=0, epochs=epochs, callbacks=[Fault(mode)])
 
 
-def collect_late() -> None:
-    """An eager collective that rank 1 reaches after the bound; the one after it works."""
-    import tensorflow as tf
-
-    if tfdist.rank() == 1:
-        time.sleep(float(os.environ["TFDIST_TIMEOUT"]) + 3)
-    try:
-        tfdist.allreduce(tf.ones(3), name="metric")
-    except tfdist.CollectiveTimeoutError as error:
-        tell(kind=type(error).__name__, text=str(error))
-    total = float(tfdist.allreduce(tf.constant(1.0), op=tfdist.Sum, name="afterwards"))
-    tell(what="afterwards", total=total)
-
-
 def main(mode: str) -> None:
     try:
         tfdist.init()
         tell(what="started")
-        if mode == "late":
-            collect_late()
-        else:
-            train(mode)
+        train(mode)
     except BaseException as error:
         tell(kind=type(error).__name__, text=str(error))
         raise

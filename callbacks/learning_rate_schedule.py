@@ -104,10 +104,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
 
     def _set_rate(self, new: float) -> None:
-        old = self._rate()
+        velocities = _velocities(self.model.optimizer) if self.momentum_correction else []
+        old = self._rate() if velocities else 0.0  # in every step of a warm-up: read no more than is needed
         self.model.optimizer.learning_rate = new
-        if self.momentum_correction and old not in (0.0, self._rate()):
-            _rescale(_velocities(self.model.optimizer), new / old)
+        if velocities and old not in (0.0, self._rate()):
+            _rescale(velocities, new / old)
 
 
 def _exponential(factor: float, start_epoch: int) -> Multiplier:
@@ -122,8 +123,7 @@ def _innermost(optimizer: Any) -> Any:
 
 def _rescale(variables: list[Any], factor: float) -> None:
     # One operation for each of hundreds of variables, in every step of a warm-up: run them as one function.
-    if variables:
-        _rescale_all([variable.value for variable in variables], tf.constant(factor))
+    _rescale_all([variable.value for variable in variables], tf.constant(factor))
 
 
 @tf.function  # type: ignore[untyped-decorator]

@@ -178,20 +178,20 @@ def _tfdist(channel: Channel, options: dict[str, Any]) -> None:
 def _tfdist_callbacks(contender: str) -> list[Any]:
     from tfdist.callbacks import DesyncCheckCallback, default
 
-    match contender:
-        case "desync-check":
-            return [DesyncCheckCallback(100)]
-        case "callbacks":
-            # The one epoch never ends: no file is written, and the warm-up acts in every step.
-            folder = f"{tempfile.gettempdir()}/tfdist-bench-{os.getpid()}"
-            return default(
-                initial_lr=LEARNING_RATE,
-                warmup_epochs=1000,
-                best=f"{folder}/best.keras",
-                monitor="loss",
-                resume=f"{folder}/backup",
-            )
-    return []
+    chosen: list[Any] = []
+    if contender == "desync-check":
+        chosen = [DesyncCheckCallback(100)]
+    elif contender == "callbacks":
+        # The one epoch never ends: no file is written, and the warm-up acts in every step.
+        folder = f"{tempfile.gettempdir()}/tfdist-bench-{os.getpid()}"
+        chosen = default(
+            initial_lr=LEARNING_RATE,
+            warmup_epochs=1000,
+            best=f"{folder}/best.keras",
+            monitor="loss",
+            resume=f"{folder}/backup",
+        )
+    return chosen
 
 
 def _horovod_in_apply(channel: Channel, options: dict[str, Any]) -> None:

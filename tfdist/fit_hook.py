@@ -198,6 +198,9 @@ class FitHook:
 
     # Around a step.
 
+    def terms(self) -> Any:
+        return self, joint_step.is_alone()
+
     def check(self, model: Any) -> None:
         """Refuses a model whose stock train step would update without the other ranks."""
         if joint_step.is_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import http.server
 import io
 import json
@@ -75,7 +76,6 @@ def callbacks_of(name: str, folder: str, port: int, calls: list[str]) -> list[An
 
 def run(name: str, folder: str, port: int = 0) -> dict[str, Any]:
     """Trains on this rank's rows; what came of it."""
-    import keras
     from sklearn.datasets import load_digits
 
     import tfdist
@@ -84,15 +84,7 @@ def run(name: str, folder: str, port: int = 0) -> dict[str, Any]:
     x, y = (images / 16).astype("float32"), labels
     rank, size = tfdist.rank(), tfdist.size()
     x, y, held_out = x[:512], y[:512], (x[512:612], y[512:612])
-    keras.utils.set_random_seed(5)
-    model = keras.Sequential(
-        [keras.Input((64,)), keras.layers.Dense(24, activation="tanh"), keras.layers.Dense(10)]
-    )
-    optimizer: Any = keras.optimizers.Adam(0.01, use_ema=name == "SwapEMAWeights", ema_momentum=0.8)
-    if size > 1:
-        optimizer = tfdist.DistributedOptimizer(optimizer)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
+    model = new_model(use_ema=name == "SwapEMAWeights")
     calls: list[str] = []
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -111,6 +103,38 @@ def run(name: str, folder: str, port: int = 0) -> dict[str, Any]:
         "calls": calls,
         "printed": printed.getvalue(),
     }
+
+
+@functools.cache
+def compiled(use_ema: bool) -> tuple[Any, list[np.ndarray]]:
+    """A model, and its state before training. Most of a run would go into tracing it."""
+    import keras
+
+    import tfdist
+
+    keras.utils.set_random_seed(5)
+    model = keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(24, activation="tanh"), keras.layers.Dense(10)]
+    )
+    optimizer: Any = keras.optimizers.Adam(0.01, use_ema=use_ema, ema_momentum=0.8)
+    optimizer.build(model.trainable_variables)
+    if tfdist.size() > 1:
+        optimizer = tfdist.DistributedOptimizer(optimizer)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model, [variable.numpy() for variable in state_of(model)]
+
+
+def state_of(model: Any) -> list[Any]:
+    return [*model.variables, *model.optimizer.variables]
+
+
+def new_model(*, use_ema: bool) -> Any:
+    """An untrained model."""
+    model, start = compiled(use_ema)
+    for variable, value in zip(state_of(model), start, strict=True):
+        variable.assign(value)
+    return model
 
 
 def assert_as_alone(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,15 +42,29 @@ PLANS: dict[str, list[list[range]]] = {
 
 
 def model(**options: Any) -> Any:
+    """An untrained model. It is compiled once in a process, since most of a run would go into tracing it."""
+    made, start = _compiled(json.dumps(options))
+    for variable, value in zip([*made.variables, *made.optimizer.variables], start, strict=True):
+        variable.assign(value)
+    return made
+
+
+@functools.cache
+def _compiled(options: str) -> tuple[Any, list[np.ndarray]]:
+    made = new_model(**json.loads(options))
+    made.optimizer.build(made.trainable_variables)
+    return made, [variable.numpy() for variable in [*made.variables, *made.optimizer.variables]]
+
+
+def new_model(**options: Any) -> Any:
     import keras
 
     keras.utils.set_random_seed(7)
     made = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
     )
-    wrapping = {name: options.pop(name) for name in ("backward_passes_per_step",) if name in options}
     made.compile(
-        bodies.wrap(keras.optimizers.Adam(0.02), **wrapping),
+        bodies.wrap(keras.optimizers.Adam(0.02)),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         **options,
@@ -254,7 +270,7 @@ def frozen_on_one_rank() -> str:
     """The last rank leaves out a layer."""
     import tfdist
 
-    trained = model()
+    trained = new_model()
     trained.layers[0].trainable = tfdist.rank() < tfdist.size() - 1
     try:
         trained.fit(dataset(batches("equal", 2), length=True), verbose=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,15 @@ def test_what_would_drift_is_refused(world: World) -> None:
 def test_shutdown_undoes_the_hook(fresh_world: Callable[..., World]) -> None:
     world = fresh_world("tf", 2)
     assert world.call(training.hook_is_undone) == [[True, False, False]] * 2
+
+
+def test_train_functions_of_another_time_are_made_anew(
+    fresh_world: Callable[..., World], tmp_path: Path
+) -> None:
+    world = fresh_world("horovod", 2)
+    results = world.call(training.alone_for_a_while, str(tmp_path / "again"))
+    for said in results:
+        assert "its optimizer is a plain Adam" in said["after local"]
+        assert "its optimizer is a plain Adam" in said["before init"]
+    assert results[0]["together"] == results[1]["together"]
+    assert results[0]["alone"] != results[1]["alone"]

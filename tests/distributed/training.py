@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,41 @@ def refusals() -> dict[str, str]:
     with tfdist.local():
         history = plain.fit(x, y, batch_size=batch, verbose=0)
     said["local"] = f"{len(history.epoch)} epoch"
+    return said
+
+
+def alone_for_a_while(path: str) -> dict[str, Any]:
+    """Train functions that were made for another purpose: before `init`, in `local`, in a world that has ended."""
+    import keras
+
+    import tfdist
+
+    x, y, batch = _shares()
+    said: dict[str, Any] = {}
+    plain = _dense(keras.optimizers.Adam(0.01))
+    with tfdist.local():
+        plain.fit(x, y, batch_size=batch, verbose=0)
+    try:
+        plain.fit(x, y, batch_size=batch, verbose=0)
+        said["after local"] = "trained"
+    except tfdist.OutOfSyncError as error:
+        said["after local"] = str(error)
+    joint = _dense(tfdist.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    joint.fit(x, y, batch_size=batch, verbose=0)
+    said["together"] = bodies.digest(bodies.weights_of(joint))
+    tfdist.shutdown()
+    inner = joint.optimizer.inner_optimizer
+    joint.compile(inner, joint.loss)
+    joint.fit(x, y, batch_size=batch, verbose=0)
+    said["alone"] = bodies.digest(bodies.weights_of(joint))
+    plain.fit(x, y, batch_size=batch, verbose=0)
+    os.environ["TFDIST_RENDEZVOUS"] = f"file://{path}"
+    tfdist.init()
+    try:
+        plain.fit(x, y, batch_size=batch, verbose=0)
+        said["before init"] = "trained"
+    except tfdist.OutOfSyncError as error:
+        said["before init"] = str(error)
     return said
 
 

@@ -172,7 +172,8 @@ class HorovodRuntime:
                 '`tfdist build-horovod --with gloo,mpi`, or use `backend="tf"`.'
             )
         self._process_sets = sets
-        self._connections = _connections() - others
+        # Those of an MPI lead to its daemons, too, which would end this process without a word.
+        self._connections = _connections() - others if self._controller == "gloo" else set()
 
     def _export(self, variables: Mapping[str, str]) -> None:
         """Sets environment variables until `stop`."""

@@ -17,7 +17,12 @@ from tfdist.keras_compat.compiled_step import capture_updates, captured, split_t
 from tfdist.keras_compat.hook import Hook
 from tfdist.keras_compat.loss_scale import reduce_before_finiteness
 from tfdist.keras_compat.saving import atomic_saves
-from tfdist.keras_compat.train_function import guarded_make_train_function, has_stock_train_step, idle_step
+from tfdist.keras_compat.train_function import (
+    forget_train_functions,
+    guarded_make_train_function,
+    has_stock_train_step,
+    idle_step,
+)
 
 __all__ = [
     "Hook",
@@ -64,6 +69,7 @@ def uninstall() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+    forget_train_functions()
 
 
 def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:

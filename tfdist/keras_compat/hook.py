@@ -16,6 +16,9 @@ class Hook(Protocol):
     def evaluate(self, model: Any, data: Any, run: Callable[[], Any]) -> Any:
         """Runs one `evaluate(data)` of `model`, unless it is the validation of `fit()`."""
 
+    def terms(self) -> Any:
+        """Equal whenever a train function that was made earlier is still right."""
+
     def check(self, model: Any) -> None:
         """Refuses a model that would train out of sync; called when its train function is made."""
 

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.keras_compat.compiled_step import compile_train_step, forget_compiled_step, without_compiled_step
 from tfdist.keras_compat.hook import Hook
+
+# What the train function of a model was made for.
+_terms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def has_stock_train_step(model: Any) -> bool:
@@ -27,7 +31,8 @@ def has_stock_train_step(model: Any) -> bool:
 
 def guarded_make_train_function(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
     def make_train_function(self: Any, force: bool = False) -> Any:
-        if self.train_function is not None and not force:
+        terms = hook.terms()
+        if self.train_function is not None and not force and _terms.get(self) == terms:
             return self.train_function
         hook.check(self)
         forget_compiled_step(self)
@@ -37,14 +42,24 @@ def guarded_make_train_function(original: Callable[..., Any], hook: Hook) -> Cal
             self.jit_compile = False
         try:
             with _joint_train_step(self, hook):
-                original(self, force=force)
+                # There may be one from before `init`, from another world, or for this rank alone.
+                original(self, force=True)
         finally:
             if compiles:
                 self.jit_compile = True
         self.train_function = _guard(self, self.train_function, hook)
+        _terms[self] = terms
         return self.train_function
 
     return make_train_function
+
+
+def forget_train_functions() -> None:
+    """Has Keras make those of all models anew."""
+    for model in list(_terms):
+        model.train_function = None
+        forget_compiled_step(model)
+    _terms.clear()
 
 
 def _keep_xla_out_of_collectives(model: Any, hook: Hook) -> None:

@@ -18,5 +18,5 @@ def expose_callbacks() -> None:
 
 
 def search_path(*folders: Path | str) -> str:
-    """PYTHONPATH of child processes: they find tfdist and its tests, and import TensorFlow in half the time."""
+    """PYTHONPATH of child processes: they find tfdist and its tests, and import TensorFlow faster."""
     return os.pathsep.join(map(str, [_ROOT / "tests" / "lean", _ROOT, *folders]))

@@ -156,7 +156,6 @@ def assert_same(actual: Any, expected: Any, *, exactly: bool, name: str) -> None
             np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@on(("single", 1), ("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
 def test_predictions_equal_one_process_and_are_in_order(world: World) -> None:
     expected = {}
     for name, (kind, make, options) in WHOLE.items():
@@ -265,7 +264,7 @@ def evaluate_in_many_ways() -> dict[str, Any]:
     return found
 
 
-@on(("tf", 2), ("tf", 4), ("horovod", 2))
+@on(("horovod", 2), ("tf", 4))
 def test_evaluation_equals_one_process(world: World) -> None:
     expected = classifier().evaluate(*labelled(), verbose=0, return_dict=True)
     results = world.call(evaluate_in_many_ways)

@@ -1,8 +1,8 @@
 """Worlds for tests: several real processes that run functions of the tests on every rank.
 
 Ranks are forked from one process that has imported TensorFlow; still a world takes seconds to start, so tests
-share them. Ask for the fixture `world`, and the test runs once in each of the usual worlds
-(`tests/conftest.py`: single 1, tf 2 and 4, horovod 2 and 4); choose others with `on`:
+share them. Ask for the fixture `world`, and the test runs once in each of the `USUAL` worlds, which have 1, 2 and
+4 ranks and both engines; what an engine itself has a part in runs `everywhere`; choose others with `on`:
 
     from tests.worlds import World, on
 
@@ -50,7 +50,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-USUAL = (("single", 1), ("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
+# 1, 2 and 4 ranks, and both engines. That all engines do the same at every size is what the contract proves.
+USUAL = (("single", 1), ("horovod", 2), ("tf", 4))
+ALL = (("single", 1), ("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
 _START = 240.0  # seconds for importing TensorFlow in many processes on a busy machine
 _GRACE = 20.0  # how long the others may go on once a rank has failed
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
@@ -296,6 +298,9 @@ def _importable_module(function: Callable[..., Any]) -> str:
 def on(*worlds: tuple[str, int]) -> pytest.MarkDecorator:
     """Runs a test in these (backend, size) instead of the usual worlds."""
     return pytest.mark.parametrize("world", worlds, indirect=True, ids=[f"{b}{s}" for b, s in worlds])
+
+
+everywhere = on(*ALL)
 
 
 def in_one_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,9 +10,7 @@ from tests import killed_ranks
 from tests.conftest import require
 
 
-@pytest.mark.parametrize("backend", ["tf", "horovod"])
-def test_kill(backend: str) -> None:
+@pytest.mark.parametrize(("backend", "size"), killed_ranks.WORLDS)
+def test_kill(backend: str, size: int) -> None:
     require(backend)
-    chance = random.Random()
-    runs = [killed_ranks.kill_one(backend, 2, chance) for _ in range(2)]
-    assert killed_ranks.report(runs)["faults"] == 0, runs
+    assert killed_ranks.kill_one(backend, size, random.Random())["faults"] == []

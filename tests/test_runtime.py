@@ -40,7 +40,11 @@ def test_alone_is_a_world_of_one() -> None:
     [
         ({"comm": [0, 1]}, "takes no communicator"),
         ({"backend": "mpi"}, "backend must be one of auto, tf, horovod, single; received 'mpi'"),
-        ({"strategy": "star"}, "strategy must be one of ring; received 'star'"),
+        ({"strategy": "star"}, "strategy must be one of ring, parameter_server, .*received 'star'"),
+        ({"strategy": "ring(servers=2)"}, "ring takes no options; received servers"),
+        ({"strategy": "parameter_server(servers=2)"}, "needs 1 <= k <= 1, the number of ranks; received 2"),
+        ({"strategy": "parameter_server(2)"}, r"options in parentheses.*received 'parameter_server\(2\)'"),
+        ({"strategy": "parameter_server(k=2)"}, r"takes servers=k; received k"),
         ({"timeout": 0}, "timeout must be a positive number of seconds"),
         ({"timeout": -3.0}, "timeout must be a positive number of seconds"),
     ],
@@ -55,7 +59,7 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     ("variable", "value", "message"),
     [
         ("TFDIST_BACKEND", "nccl", "received 'nccl' from the launcher"),
-        ("TFDIST_STRATEGY", "star", "received 'star' from the launcher"),
+        ("TFDIST_STRATEGY", "star", "received 'star'. It came from the launcher"),
         ("TFDIST_TIMEOUT", "soon", "received 'soon'"),
         ("TFDIST_RANK", "0", "TFDIST_SIZE"),
     ],

@@ -16,7 +16,7 @@ import hashlib
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import tensorflow as tf
 
@@ -28,6 +28,18 @@ DEFAULT_BUCKET_BYTES = 8 << 20
 SMALL_TABLE_BYTES = 1 << 20
 
 _occurrences: weakref.WeakKeyDictionary[tf.Graph, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+class Transport(Protocol):
+    """Another way than an all-reduce to sum gradients over the ranks: not every rank gets every sum."""
+
+    def sum_tensors(
+        self, tensors: Sequence[Any], variables: Sequence[Any], *, name: str, group: Group
+    ) -> list[Any]:
+        """Sums of dense gradients; None where this rank gets none."""
+
+    def sum_rows(self, rows: tf.IndexedSlices, variable: Any, *, name: str, group: Group) -> Any:
+        """Sum of a sparse gradient, each row once; None where this rank gets none."""
 
 
 @dataclasses.dataclass
@@ -49,6 +61,7 @@ class GradientReducer:
         local_variables: keys (`id`) of variables that stay local to their rank.
         scale_local: whether local variables' gradients are divided by the number of ranks.
         bucket_bytes: size of a bucket.
+        transport: None for all-reduces.
     """
 
     name: str
@@ -63,6 +76,7 @@ class GradientReducer:
     local_variables: set[int] = dataclasses.field(default_factory=set)
     scale_local: bool = True
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    transport: Transport | None = None
 
     # Count reductions set up by this reducer and in this process: a train step without any is found.
     calls: int = 0
@@ -82,14 +96,14 @@ class GradientReducer:
 
         Returns:
             The global gradients in the same order, bit-identical on all ranks; sparse ones without duplicate
-            rows.
+            rows. None for those that a `transport` sums elsewhere.
         """
         self.calls += 1
         GradientReducer.reductions += 1
         group = self.group or world.current().everyone
         gradients = [_with_table_shape(g, v) for g, v in zip(gradients, variables, strict=True)]
         signature = _signature(gradients, variables)
-        name = _occurrence(f"{self.name}.{hashlib.sha256(signature.encode()).hexdigest()[:12]}")
+        name = _occurrence(_digest(self.name, signature))
         watched = False
         if group.size > 1:
             _agree(self.name, signature, group)
@@ -122,7 +136,7 @@ class GradientReducer:
                     chosen = [dense[i] for i in bucket]
                     values = self._reduce_bucket(
                         [reduced[i] for i in chosen],
-                        [getattr(variables[i], "overwrite_with_gradient", False) for i in chosen],
+                        [variables[i] for i in chosen],
                         f"{name}/bucket{number}",
                         average,
                     )
@@ -131,8 +145,14 @@ class GradientReducer:
         for i in sparse:
             with tf.device(self.device_sparse or None):
                 rows = sum_duplicate_rows(gradients[i])
-                reduced[i] = self._reduce_rows(rows, f"{name}/sparse{i}", average) if group.size > 1 else rows
+                if group.size > 1:
+                    rows = self._reduce_rows(rows, variables[i], f"{name}/sparse{i}", average)
+                reduced[i] = rows
         return graph_watch.leave(name, reduced) if watched else reduced
+
+    def name_of(self, gradients: Sequence[Any], variables: Sequence[Any]) -> str:
+        """Name for collectives that go with a reduction of these gradients; unique within a graph."""
+        return _occurrence(_digest(f"{self.name} update", _signature(gradients, variables)))
 
     def _buckets(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
         sizes = [_bytes(gradient) for gradient in gradients]
@@ -147,12 +167,14 @@ class GradientReducer:
         return list(buckets.values())
 
     def _reduce_bucket(
-        self, gradients: Sequence[Any], overwrites: Sequence[bool], name: str, average: _Average
+        self, gradients: Sequence[Any], variables: Sequence[Any], name: str, average: _Average
     ) -> list[Any]:
         """Reduces dense gradients together; those that overwrite their variable combine by maximum."""
+        overwrites = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         sums = [i for i, overwrite in enumerate(overwrites) if not overwrite]
         result = list(gradients)
-        for i, value in zip(sums, self._combine([gradients[i] for i in sums], name, average), strict=True):
+        combined = self._combine([gradients[i] for i in sums], [variables[i] for i in sums], name, average)
+        for i, value in zip(sums, combined, strict=True):
             result[i] = value
         # Keras stores float8 scales through "gradients" that replace the variable; the scale of the global
         # batch is the largest of the ranks'.
@@ -166,7 +188,9 @@ class GradientReducer:
                 result[i] = value
         return result
 
-    def _combine(self, tensors: Sequence[Any], name: str, average: _Average) -> list[Any]:
+    def _combine(
+        self, tensors: Sequence[Any], variables: Sequence[Any], name: str, average: _Average
+    ) -> list[Any]:
         if not tensors:
             return []
         tensors = average.weigh(tensors)
@@ -176,37 +200,53 @@ class GradientReducer:
         if self.compression is not None:
             pairs = [self.compression.compress(tensor) for tensor in tensors]
             tensors, contexts = [t for t, _ in pairs], [c for _, c in pairs]
-        if self.op is ReduceOp.ADASUM:
+        # Division in a compressed dtype would round once more.
+        mean = self.op is ReduceOp.AVERAGE and self.compression is None and self.transport is None
+        if self.transport is not None:
+            average.send_alone(name)
+            tensors = self.transport.sum_tensors(tensors, variables, name=name, group=average.group)
+        elif self.op is ReduceOp.ADASUM:
             average.send_alone(name)
             tensors = world.current().engine.allreduce(tensors, self.op, name=name, group=average.group)
         else:
-            # Division in a compressed dtype would round once more.
-            mean = self.op is ReduceOp.AVERAGE and self.compression is None
             tensors = average.send_with(tensors, name, mean=mean)
+        here = [i for i, tensor in enumerate(tensors) if tensor is not None]
+        values = [tensors[i] for i in here]
         if self.compression is not None:
-            tensors = [
-                self.compression.decompress(tensor, context)
-                for tensor, context in zip(tensors, contexts, strict=True)
+            values = [
+                self.compression.decompress(value, contexts[i]) for i, value in zip(here, values, strict=True)
             ]
-            if self.op is ReduceOp.AVERAGE:
-                tensors = [_scale(tensor, 1 / average.group.size) for tensor in tensors]
-        if self.predivide_factor != 1.0:
-            tensors = [_scale(tensor, self.predivide_factor) for tensor in tensors]
-        return average.correct(tensors) if self.op is ReduceOp.AVERAGE else list(tensors)
+        factor = self.predivide_factor
+        if self.op is ReduceOp.AVERAGE and not mean:
+            factor /= average.group.size
+        values = [_scale(value, factor) for value in values]
+        if self.op is ReduceOp.AVERAGE:
+            values = average.correct(values)
+        result: list[Any] = [None] * len(tensors)
+        for i, value in zip(here, values, strict=True):
+            result[i] = value
+        return result
 
-    def _reduce_rows(self, rows: tf.IndexedSlices, name: str, average: _Average) -> tf.IndexedSlices:
+    def _reduce_rows(self, rows: tf.IndexedSlices, variable: Any, name: str, average: _Average) -> Any:
         """Gathers rows from all ranks, or sums whole tables when the rows would be more than a table.
 
         The choice is made from the ranks' total number of rows, so all ranks take the same branch.
         """
         engine, group = world.current().engine, average.group
         average.send_alone(name)
+        if self.transport is not None:
+            (weighed,) = average.weigh([rows])
+            total = self.transport.sum_rows(weighed, variable, name=name, group=group)
+            if total is None or self.op is not ReduceOp.AVERAGE:
+                return total
+            (scaled,) = average.correct([_scale(total, 1 / group.size)])
+            return scaled
         table_rows = _table_shape(rows)[0]
         count = tf.shape(rows.indices, out_type=tf.int64)[:1]
-        (total,) = engine.allreduce([count], ReduceOp.SUM, name=f"{name}/rows", group=group)
+        (number,) = engine.allreduce([count], ReduceOp.SUM, name=f"{name}/rows", group=group)
 
         def whole_table() -> tuple[tf.Tensor, tf.Tensor]:
-            (table,) = self._combine([to_dense(rows)], f"{name}/table", average)
+            (table,) = self._combine([to_dense(rows)], [variable], f"{name}/table", average)
             return tf.range(table_rows, dtype=rows.indices.dtype), table
 
         def gathered_rows() -> tuple[tf.Tensor, tf.Tensor]:
@@ -219,7 +259,7 @@ class GradientReducer:
                 (scaled,) = average.correct([_scale(scaled, 1 / group.size)])
             return summed.indices, scaled
 
-        indices, values = tf.cond(total[0] >= table_rows, whole_table, gathered_rows)
+        indices, values = tf.cond(number[0] >= table_rows, whole_table, gathered_rows)
         values = tf.ensure_shape(values, [None, *rows.values.shape[1:]])
         return tf.IndexedSlices(values, indices, rows.dense_shape)
 
@@ -371,6 +411,10 @@ def _signature(gradients: Sequence[Any], variables: Sequence[Any]) -> str:
             kind = f"{gradient.dtype.name}{gradient.shape.as_list()}"
         parts.append(f"{path}: {kind}")
     return "gradients of " + ", ".join(parts)
+
+
+def _digest(name: str, signature: str) -> str:
+    return f"{name}.{hashlib.sha256(signature.encode()).hexdigest()[:12]}"
 
 
 def _agree(name: str, signature: str, group: Group) -> None:

@@ -13,7 +13,6 @@ every rank silently trained alone. A proxy has no such seam.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,9 +24,9 @@ from tfdist import joining, joint_step, keras_compat, world
 from tfdist.accumulation import PassAccumulator
 from tfdist.collectives.base import ReduceOp
 from tfdist.compression import Compression
-from tfdist.gradients import DEFAULT_BUCKET_BYTES, GradientReducer
+from tfdist.gradients import DEFAULT_BUCKET_BYTES
 from tfdist.reduction_arguments import make_reducer
-from tfdist.strategies.base import STRATEGIES, Strategy
+from tfdist.strategies import choice
 
 
 class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -116,18 +115,28 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             bucket_bytes=bucket_bytes,
         )
         self._self_reducer = reducer
-        self._self_strategy = _strategy(here.strategy, reducer)
+        self._self_strategy = choice.make(here.strategy, reducer, reducer.group or here.everyone)
         self._self_accumulator = PassAccumulator(
             backward_passes_per_step, average=average_aggregated_gradients
         )
         self._self_loop = joining.LoopSteps()
         self._self_reduced = False
+        self._self_variables: list[Any] = []
 
     @property
     def inner_optimizer(self) -> Any:
         """The wrapped optimizer; under `LossScaleOptimizer` the one that it wraps in turn, as callbacks expect."""
         inner = self.__wrapped__
         return inner.inner_optimizer if isinstance(inner, keras.optimizers.LossScaleOptimizer) else inner
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the optimizer's variables, as the strategy divides them among the ranks."""
+        self._self_strategy.build(self.__wrapped__, variables)
+        self._self_variables = list(variables)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Puts moving averages into the variables, where the optimizer keeps them; every rank calls it."""
+        self._self_strategy.finalize(self.__wrapped__, var_list)
 
     # AutoGraph would rewrite this Python, which decides everything while tracing, for nothing.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -183,7 +192,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             apply: applies reduced gradients to variables.
         """
         if variables is None:
-            variables = outer._trainable_variables
+            variables = self._self_variables or outer._trainable_variables
         variables = list(variables)
         step = joint_step.current()
         if step is None and (self._self_reducer.group or world.current().everyone).size > 1:
@@ -191,20 +200,20 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
                 gradients, lambda given: self.update_through(outer, given, variables, apply)
             )
         # Variables can't be made inside the branches of a graph.
-        if (self._self_accumulator.passes > 1 or step is not None) and not outer.built:
-            outer.build(variables)
+        if not outer.built:
+            (self if outer is self.__wrapped__ else outer).build(variables)
 
-        def apply_reduced(reduced: list[Any]) -> Any:
+        def apply_reduced(reduced: Sequence[Any], chosen: Sequence[Any]) -> Any:
             with self._already_reduced():
                 if step is not None:
-                    return step.update(lambda: apply(reduced, variables))
-                return apply(reduced, variables)
+                    return step.update(lambda: apply(reduced, chosen))
+                return apply(reduced, chosen)
 
         return self._self_accumulator.add(
             gradients,
             variables,
             lambda window, share: self._self_strategy.update(
-                window, variables, apply_reduced, weighed_by=share
+                window, variables, apply_reduced, optimizer=outer, weighed_by=share
             ),
         )
 
@@ -342,9 +351,3 @@ def _refuse_double_accumulation(optimizer: Any, passes: int) -> None:
             f"gradient_accumulation_steps={steps} in the Keras optimizer. Use one; backward_passes_per_step "
             "communicates once per window."
         )
-
-
-def _strategy(name: str, reducer: GradientReducer) -> Strategy:
-    module = importlib.import_module(f"tfdist.strategies.{name}")
-    strategy: Strategy = getattr(module, STRATEGIES[name])(reducer)
-    return strategy

@@ -22,7 +22,7 @@ from tfdist.control import ControlPlane
 from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
 from tfdist.process_sets import ProcessSet, add_process_set, registered, require_distinct
-from tfdist.strategies.base import STRATEGIES
+from tfdist.strategies import choice
 
 BACKENDS = ("auto", "tf", "horovod", "single")
 DEFAULT_TIMEOUT = 300.0
@@ -47,7 +47,8 @@ def init(
             over MPI for `tfdist.add_process_set` later; the other engines need no preparation.
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
-        strategy: `ring`. Default: the launcher's `--strategy`, else `ring`.
+        strategy: `ring`, or `parameter_server(servers=k)` with k = 1 by default. Default: the launcher's
+            `--strategy`, else `ring`.
         timeout: bound in seconds of every wait for another rank, start-up included. Default: the launcher's
             `--timeout`, else 300.
 
@@ -55,6 +56,7 @@ def init(
         LauncherError: contradictory launcher variables, or ranks that disagree about the world.
         CollectiveTimeoutError: a rank did not start within `timeout`; the message names it.
         BackendUnavailableError: the backend cannot run on some rank; the message names rank and fix.
+        TfdistError: another argument is wrong; the message says which and why.
 
     Example:
         >>> import tfdist
@@ -70,14 +72,14 @@ def init(
             "launcher, and use `tfdist.ProcessSet` for subsets of ranks."
         )
     environ = os.environ
-    backend = _choice("backend", backend, environ.get("TFDIST_BACKEND"), BACKENDS)
-    strategy = _choice("strategy", strategy, environ.get("TFDIST_STRATEGY"), tuple(STRATEGIES))
+    backend = _backend(backend, environ.get("TFDIST_BACKEND"))
     timeout = _seconds(timeout, environ.get("TFDIST_TIMEOUT"))
     _require_keras_on_tensorflow()
     sets = _process_sets(process_sets)
 
     spec = cluster.from_environment(environ)
     everyone = Group(tuple(range(spec.size)))
+    strategy = _strategy(strategy, environ.get("TFDIST_STRATEGY"), spec.size)
     require_distinct([process_set.ranks for process_set in sets], size=spec.size)
     if spec.size == 1:
         engine = select.choose(spec, None, backend=backend, timeout=timeout)
@@ -155,14 +157,23 @@ def local() -> Iterator[None]:
         yield
 
 
-def _choice(what: str, argument: str | None, launcher: str | None, allowed: tuple[str, ...]) -> str:
-    chosen = argument if argument not in (None, "auto") else launcher or argument or allowed[0]
-    if chosen not in allowed:
+def _backend(argument: str | None, launcher: str | None) -> str:
+    chosen = argument if argument not in (None, "auto") else launcher or BACKENDS[0]
+    if chosen not in BACKENDS:
         raise BackendUnavailableError(
-            f"{what} must be one of {', '.join(allowed)}; received {chosen!r}"
-            + ("." if argument not in (None, "auto") else f" from the launcher (TFDIST_{what.upper()}).")
+            f"backend must be one of {', '.join(BACKENDS)}; received {chosen!r}"
+            + ("." if argument not in (None, "auto") else " from the launcher (TFDIST_BACKEND).")
         )
-    return str(chosen)
+    return chosen
+
+
+def _strategy(argument: str | None, launcher: str | None, ranks: int) -> str:
+    try:
+        return choice.check(argument or launcher or "ring", ranks)
+    except TfdistError as error:
+        if argument or not launcher:
+            raise
+        raise TfdistError(f"{error} It came from the launcher (TFDIST_STRATEGY).") from None
 
 
 def _process_sets(argument: Sequence[ProcessSet] | str | None) -> list[ProcessSet]:

@@ -95,7 +95,31 @@ def engine_primitives() -> dict[str, Any]:
     results["reducescatter"] = engine.reducescatter(
         tf.range(size + 1, dtype=tf.float32), ReduceOp.MAX, name="f", group=group
     )
+    results["exchange"] = exchange("eager")
+    results["exchange in a graph"] = tf.function(lambda: exchange("graph"))()
     return tf.nest.map_structure(lambda tensor: tensor.numpy(), results)
+
+
+def exchange_size(source: int, target: int) -> int:
+    """How many values one rank sends to another: some of them none, and every rank gets nothing from some."""
+    return 0 if source == target else (source + 2 * target) % 3
+
+
+def exchange(name: str) -> list[Any]:
+    """What every rank got from each, in dtypes of several sizes; empty for nothing."""
+    current, rank, size = world.current(), tfdist.rank(), tfdist.size()
+    results = []
+    for dtype in (tf.float32, tf.float16, tf.int64):
+        outgoing = [
+            tf.fill([exchange_size(rank, target)], tf.cast(10 * rank + target, dtype))
+            if exchange_size(rank, target)
+            else None
+            for target in range(size)
+        ]
+        incoming = [exchange_size(source, rank) for source in range(size)]
+        received = current.engine.exchange(outgoing, incoming, name=name, group=current.everyone, dtype=dtype)
+        results += [tf.zeros([0], dtype) if each is None else each for each in received]
+    return results
 
 
 def bits_survive() -> dict[str, bool]:

@@ -55,6 +55,9 @@ class Contract:
             assert counts.tolist() == [2] * size
             expected = np.array_split(np.arange(size + 1, dtype=np.float32), size)[rank]
             assert np.array_equal(results["reducescatter"], expected)
+            sent = [[10 * other + rank] * bodies.exchange_size(other, rank) for other in range(size)]
+            for mode in ("exchange", "exchange in a graph"):
+                assert [part.tolist() for part in results[mode]] == sent * 3
 
     @pytest.mark.parametrize("mode", MODES)
     def test_every_operation_and_dtype(self, world: World, mode: str) -> None:

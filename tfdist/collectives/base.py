@@ -153,6 +153,32 @@ class Engine(abc.ABC):
             The rows `split_rows` gives to this rank.
         """
 
+    @abc.abstractmethod
+    def exchange(
+        self,
+        outgoing: Sequence[tf.Tensor | None],
+        incoming: Sequence[int],
+        *,
+        name: str,
+        group: Group,
+        dtype: tf.DType,
+    ) -> list[tf.Tensor | None]:
+        """Sends each rank a tensor of its own, point to point, where both sides know who sends what.
+
+        Each rank sends just the bytes of `outgoing`, and nothing is negotiated.
+
+        Args:
+            outgoing: for each rank of the group, in order, a flat tensor of static size, or None for nothing;
+                None for this rank itself.
+            incoming: how many values each rank of the group sends to this one.
+            name: identifies the collective on all ranks.
+            group: the ranks that take part.
+            dtype: of all tensors, one of `native_dtypes`.
+
+        Returns:
+            What each rank of the group has sent: flat, or None for nothing.
+        """
+
     def register(self, group: Group) -> None:  # noqa: B027 - most engines need nothing
         """Tells the engine about a new group; every rank of the world calls it, in the same order."""
 

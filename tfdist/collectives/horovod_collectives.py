@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec
 from tfdist.collectives.base import Engine, Group, ReduceOp
+from tfdist.collectives.sink import Sink
 from tfdist.errors import BackendUnavailableError, CollectiveError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class HorovodCollectives(Engine):
             ReduceOp.ADASUM: mpi_ops.Adasum,
         }
         self._unknown: tf.Variable | None = None
+        self._sink = Sink()
         self._aborted = ""
         self._aborting: threading.Thread | None = None
 
@@ -173,6 +175,27 @@ class HorovodCollectives(Engine):
         result.set_shape([None, *tensor.shape.as_list()[1:]])
         counts.set_shape([group.size])
         return result, counts
+
+    def exchange(
+        self,
+        outgoing: Sequence[tf.Tensor | None],
+        incoming: Sequence[int],
+        *,
+        name: str,
+        group: Group,
+        dtype: tf.DType,
+    ) -> list[tf.Tensor | None]:
+        """Horovod's all-to-all, which sends to each rank only what is for it."""
+        sent = [tf.zeros([0], dtype) if each is None else each for each in outgoing]
+        received, _ = self.alltoall(
+            tf.concat(sent, 0),
+            tf.constant([int(each.shape[0]) for each in sent], tf.int32),
+            name=f"exchange {name} {dtype.name}",
+            group=group,
+        )
+        self._sink.consume([received])
+        parts = tf.split(tf.ensure_shape(received, [sum(incoming)]), list(incoming))
+        return [part if size else None for part, size in zip(parts, incoming, strict=True)]
 
     def reducescatter(self, tensor: tf.Tensor, op: ReduceOp, *, name: str, group: Group) -> tf.Tensor:
         """Horovod's reduce-scatter for sums; other operations reduce everywhere and keep this rank's rows."""

@@ -60,6 +60,18 @@ class SingleEngine(Engine):
         """The tensor and the splits themselves."""
         return tensor, splits
 
+    def exchange(
+        self,
+        outgoing: Sequence[tf.Tensor | None],
+        incoming: Sequence[int],
+        *,
+        name: str,
+        group: Group,
+        dtype: tf.DType,
+    ) -> list[tf.Tensor | None]:
+        """Nothing: there is nobody else."""
+        return [None]
+
     def reducescatter(self, tensor: tf.Tensor, op: ReduceOp, *, name: str, group: Group) -> tf.Tensor:
         """The tensor itself."""
         return tensor

@@ -25,6 +25,7 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec
 from tfdist.collectives import tf_server
 from tfdist.collectives.base import Engine, Group, ReduceOp, split_rows
+from tfdist.collectives.sink import Sink
 from tfdist.collectives.tf_keys import CollectiveKeys
 from tfdist.collectives.tf_words import (
     SIZE_CLASSES,
@@ -102,6 +103,7 @@ class TfCollectives(Engine):
         self._nccl = nccl
         self._device = "/device:GPU:0" if nccl else "/device:CPU:0"
         self._keys = CollectiveKeys(control)
+        self._sink = Sink()
         self._lock = threading.Lock()
         self._started = False
         self._aborted = ""
@@ -278,6 +280,42 @@ class TfCollectives(Engine):
         result.set_shape([counts[position] if _known(counts) else None, *tensor.shape.as_list()[1:]])
         return result
 
+    @_in_a_frame_of_its_own
+    def exchange(
+        self,
+        outgoing: Sequence[tf.Tensor | None],
+        incoming: Sequence[int],
+        *,
+        name: str,
+        group: Group,
+        dtype: tf.DType,
+    ) -> list[tf.Tensor | None]:
+        """Broadcasts among two: TensorFlow has no other way to send to one rank, and its all-to-all pads."""
+        self.start()
+        here = self._spec.rank
+        received: list[Any] = [None] * group.size
+        # Executed eagerly, they run one after the other: in the same order on all ranks, or they would lock.
+        for source in group.ranks:
+            for target in group.ranks:
+                place = group.position(target if source == here else source)
+                if source == target or here not in (source, target):
+                    continue
+                sent = outgoing[place] if source == here else None
+                size = incoming[place] if target == here else static_size(sent) if sent is not None else 0
+                if not size:
+                    continue
+                pair = Group(tuple(sorted((source, target))))
+                words = int(count_words(size, dtype))
+                key = self._keys.instance(pair, f"exchange {name} {dtype.name} {source} {words}")
+                result = self._send_or_receive(
+                    None if sent is None else to_words(sent), words, key, source, pair
+                )
+                if source == here:
+                    self._sink.consume([result])
+                else:
+                    received[place] = tf.ensure_shape(from_words(result, dtype, size), [size])
+        return received
+
     def _reduce_bucket(
         self, tensors: list[Any], op: ReduceOp, *, name: str, group: Group, mean: bool
     ) -> list[Any]:
@@ -369,7 +407,7 @@ class TfCollectives(Engine):
         with tf.device(self._device):
             if self._spec.rank == root:
                 return tf.raw_ops.CollectiveBcastSendV2(input=words, **common)
-            return tf.raw_ops.CollectiveBcastRecvV2(T=words.dtype, shape=tf.reshape(size, [1]), **common)
+            return tf.raw_ops.CollectiveBcastRecvV2(T=tf.float32, shape=tf.reshape(size, [1]), **common)
 
     def _common(self, group: Group, *, on_cpu: bool = False) -> dict[str, Any]:
         device = "/device:CPU:0" if on_cpu else self._device

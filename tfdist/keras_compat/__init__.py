@@ -2,7 +2,7 @@
 
 `install` is called by `tfdist.init()` in a world of several ranks and `uninstall` by `tfdist.shutdown()`. An
 optimizer never sees its model, so what depends on the model is hooked here, once. Each file explains one place:
-`train_function`, `compiled_step`, `loss_scale`, `fit_loop`, `saving`.
+`train_function`, `compiled_step`, `loss_scale`, `partial_optimizer`, `fit_loop`, `saving`.
 
 tests/test_keras_compat.py fails once Keras mends one of these itself.
 """
@@ -16,6 +16,14 @@ from tfdist.keras_compat import fit_loop, saving
 from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
 from tfdist.keras_compat.hook import Hook
 from tfdist.keras_compat.loss_scale import reduce_before_finiteness
+from tfdist.keras_compat.partial_optimizer import (
+    build_partially,
+    clipping_by,
+    innermost,
+    kept_here,
+    scales_loss,
+    stand_in,
+)
 from tfdist.keras_compat.saving import atomic_saves
 from tfdist.keras_compat.train_function import (
     forget_train_functions,
@@ -27,11 +35,17 @@ from tfdist.keras_compat.train_function import (
 __all__ = [
     "Hook",
     "atomic_saves",
+    "build_partially",
     "capture_updates",
     "captured",
+    "clipping_by",
     "has_stock_train_step",
     "idle_step",
+    "innermost",
     "install",
+    "kept_here",
+    "scales_loss",
+    "stand_in",
     "uninstall",
 ]
 

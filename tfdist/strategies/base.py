@@ -6,13 +6,12 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from tfdist.collectives.base import Group
+from tfdist.errors import TfdistError
 from tfdist.gradients import GradientReducer
 
 Gradients = Sequence[Any]
-Apply = Callable[[list[Any]], Any]
-
-# Name that the user writes -> module of tfdist.strategies and class in it.
-STRATEGIES = {"ring": "Ring"}
+Apply = Callable[[Sequence[Any], Sequence[Any]], Any]
 
 
 class Strategy(abc.ABC):
@@ -21,22 +20,45 @@ class Strategy(abc.ABC):
     Attributes:
         name: what the user writes in `init(strategy=...)`.
         reducer: combines gradients over ranks as the user's arguments ask.
+        group: the ranks that train together.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, reducer: GradientReducer) -> None:
+    def __init__(self, reducer: GradientReducer, group: Group) -> None:
         self.reducer = reducer
+        self.group = group
+
+    @classmethod
+    def check(cls, ranks: int, **options: Any) -> None:
+        """Raises TfdistError for options that make no sense among `ranks` ranks."""
+        if options:
+            raise TfdistError(f"Strategy {cls.name} takes no options; received {', '.join(options)}.")
 
     @abc.abstractmethod
     def update(
-        self, gradients: Gradients, variables: Sequence[Any], apply: Apply, *, weighed_by: Any = None
+        self,
+        gradients: Gradients,
+        variables: Sequence[Any],
+        apply: Apply,
+        *,
+        optimizer: Any,
+        weighed_by: Any = None,
     ) -> Any:
-        """Calls `apply` with global gradients, one per variable, so that all ranks end with equal variables.
+        """Calls `apply` with global gradients, so that all ranks end with equal variables.
 
         Args:
             gradients: this rank's gradients: dense tensors, `tf.IndexedSlices`, or None.
             variables: the variables they belong to.
-            apply: applies a list of gradients to `variables`.
+            apply: applies gradients to variables.
+            optimizer: what applies them: the inner optimizer, or a LossScaleOptimizer around all.
             weighed_by: the rank's share of the step, if `gradients` were multiplied by it already.
         """
+
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Builds the inner optimizer for all variables of the model."""
+        optimizer.build(variables)
+
+    def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Has the inner optimizer put its moving averages into the variables at the end of training."""
+        optimizer.finalize_variable_values(variables)

@@ -17,6 +17,12 @@ class Ring(Strategy):
     name = "ring"
 
     def update(
-        self, gradients: Gradients, variables: Sequence[Any], apply: Apply, *, weighed_by: Any = None
+        self,
+        gradients: Gradients,
+        variables: Sequence[Any],
+        apply: Apply,
+        *,
+        optimizer: Any,
+        weighed_by: Any = None,
     ) -> Any:
-        return apply(self.reducer.reduce(gradients, variables, weighed_by=weighed_by))
+        return apply(self.reducer.reduce(gradients, variables, weighed_by=weighed_by), variables)

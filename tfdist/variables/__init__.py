@@ -6,7 +6,7 @@ from tfdist.variables.broadcast import (
     broadcast_variables,
     offset_seeds,
 )
-from tfdist.variables.listing import agree_on_list, describe, model_state, path_of
+from tfdist.variables.listing import agree_on_list, describe, model_state, path_of, tensor_of
 from tfdist.variables.sync import MOVING_STATISTICS, check_in_sync, differing_variables, fingerprint
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "model_state",
     "offset_seeds",
     "path_of",
+    "tensor_of",
 ]

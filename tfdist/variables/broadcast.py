@@ -21,6 +21,7 @@ from tfdist.process_sets import ProcessSet, global_process_set
 from tfdist.variables.listing import (
     agree_on_list,
     array_of,
+    common_variables,
     describe,
     require_built,
     seed_states,
@@ -104,7 +105,7 @@ def broadcast_model(model: Any, root_rank: int = 0, *, skip: Sequence[Any] = ())
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     skipped = {id(variable) for variable in skip}
-    state = [*model.weights, *(optimizer.variables if optimizer is not None else ())]
+    state = [*model.weights, *common_variables(optimizer)]
     broadcast_variables([variable for variable in state if id(variable) not in skipped], root_rank)
     offset_seeds(model, root_rank)
 

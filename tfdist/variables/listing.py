@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from tfdist import world
+from tfdist import keras_compat, world
 from tfdist.errors import CollectiveMismatchError
 
 
@@ -40,7 +40,7 @@ def describe(variable: Any) -> str:
 
 
 def model_state(model: Any, *, ignore: Sequence[str] = ()) -> list[Any]:
-    """Weights and optimizer variables of a built model, without random states and metrics.
+    """Weights and optimizer variables that all ranks have, without random states and metrics.
 
     Args:
         model: a built `keras.Model`.
@@ -49,7 +49,14 @@ def model_state(model: Any, *, ignore: Sequence[str] = ()) -> list[Any]:
     require_built(model)
     optimizer = getattr(model, "optimizer", None)
     weights = [weight for weight in model.weights if path_of(weight).rsplit("/", 1)[-1] not in ignore]
-    return [*weights, *(optimizer.variables if optimizer is not None else ())]
+    return [*weights, *common_variables(optimizer)]
+
+
+def common_variables(optimizer: Any) -> list[Any]:
+    """Variables of an optimizer that all ranks have: without slots that only one rank keeps."""
+    if optimizer is None:
+        return []
+    return [variable for variable in optimizer.variables if keras_compat.kept_here(variable) is None]
 
 
 def seed_states(model: Any) -> list[Any]:

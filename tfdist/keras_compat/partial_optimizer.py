@@ -1,0 +1,117 @@
+"""A Keras optimizer that updates only some of a model's variables, and still behaves as one that updates all.
+
+Problem: where each variable is updated by one rank (a parameter server), a rank's optimizer shall keep slots for
+its own variables only. But Keras's files list slots by their position among those of all variables, and global
+clipping needs the norm of all gradients.
+
+Solution: an optimizer is built on all variables, with a stand-in of a few bytes for each that another rank
+updates. So its variables have the same positions and names on all ranks, and in plain Keras. `_clip_gradients`
+(Keras >= 3.3) is replaced, while a step is traced, by one that is told the norm of all ranks' gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+
+def stand_in(variable: Any, *, other: bool = False) -> Any:
+    """A tiny variable of the same path, dtype and number of axes, but of another length along each of them.
+
+    Args:
+        variable: a `keras.Variable` or `tf.Variable`.
+        other: whether to take yet other lengths.
+    """
+    import keras
+    import numpy as np
+
+    lengths = [3 if other else 2 if length == 1 else 1 for length in variable.shape] or [2 if other else 1]
+    path = str(getattr(variable, "path", None) or variable.name)
+    made = keras.Variable(
+        np.zeros(lengths),
+        dtype=keras.backend.standardize_dtype(variable.dtype),
+        name=path.rsplit("/", 1)[-1].replace(":", "_"),
+    )
+    made._path = path
+    made.overwrite_with_gradient = getattr(variable, "overwrite_with_gradient", False)
+    return made
+
+
+def build_partially(optimizer: Any, variables: Sequence[Any], stand_ins: Sequence[Any]) -> None:
+    """Builds an optimizer, and marks those of its variables that only one rank keeps (see `kept_here`).
+
+    Args:
+        optimizer: not built.
+        variables: each of the model's variables, or its stand-in.
+        stand_ins: the stand-ins of all variables.
+    """
+    # What changes its shape with the variables' belongs to one of them.
+    twins = []
+    for tiny in (stand_ins, [stand_in(each, other=True) for each in stand_ins]):
+        twin = type(optimizer).from_config(optimizer.get_config())
+        twin.build(list(tiny))
+        twins.append(twin.variables)
+    optimizer.build(list(variables))
+    for variable, one, other in zip(optimizer.variables, *twins, strict=True):
+        if one.shape != other.shape:
+            variable.tfdist_kept_here = variable.shape != one.shape
+
+
+def kept_here(variable: Any) -> bool | None:
+    """Whether this rank keeps a slot, or has a stand-in for it; None for what all ranks have alike."""
+    kept: bool | None = getattr(variable, "tfdist_kept_here", None)
+    return kept
+
+
+def innermost(optimizer: Any) -> list[Any]:
+    """The optimizers that update variables: inside of LossScaleOptimizer and MultiOptimizer."""
+    parts = getattr(optimizer, "optimizers", None)
+    if isinstance(parts, list | tuple) and parts:
+        return [inner for part in parts for inner in innermost(part)]
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [optimizer] if inner is None else innermost(inner)
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether a LossScaleOptimizer skips steps whose gradients are not finite."""
+    import keras
+
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return True
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner is not None and scales_loss(inner)
+
+
+@contextlib.contextmanager
+def clipping_by(optimizer: Any, norm_of: Callable[[Sequence[Any]], Any]) -> Iterator[None]:
+    """Inside, `global_clipnorm` clips by `norm_of(gradients)`."""
+    clipped = [each for each in innermost(optimizer) if each.global_clipnorm and not each.clipnorm]
+    for each in clipped:
+        each.__dict__["_clip_gradients"] = _clip(each.global_clipnorm, norm_of)
+    try:
+        yield
+    finally:
+        for each in clipped:
+            del each.__dict__["_clip_gradients"]
+
+
+def _clip(limit: float, norm_of: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], list[Any]]:
+    import tensorflow as tf
+
+    def clip(gradients: Sequence[Any]) -> list[Any]:
+        present = [gradient for gradient in gradients if gradient is not None]
+        scale = limit / tf.maximum(norm_of(present), limit)
+        return [gradient if gradient is None else _times(gradient, scale) for gradient in gradients]
+
+    return clip
+
+
+def _times(gradient: Any, scale: Any) -> Any:
+    import tensorflow as tf
+
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            gradient.values * tf.cast(scale, gradient.dtype), gradient.indices, gradient.dense_shape
+        )
+    return gradient * tf.cast(scale, gradient.dtype)

@@ -1,0 +1,64 @@
+"""Strategies by what the user writes: `ring`, `parameter_server(servers=2)`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from typing import Any
+
+from tfdist.collectives.base import Group
+from tfdist.errors import TfdistError
+from tfdist.gradients import GradientReducer
+from tfdist.strategies.base import Strategy
+
+# Name that the user writes -> class in the module of that name.
+STRATEGIES = {"ring": "Ring", "parameter_server": "ParameterServer"}
+
+
+def check(text: str, ranks: int) -> str:
+    """Raises TfdistError unless `text` is a strategy that works with so many ranks.
+
+    Returns:
+        The strategy in a form that is equal for equal strategies.
+
+    Example:
+        >>> check("parameter_server( servers = 2 )", ranks=4)
+        'parameter_server(servers=2)'
+    """
+    name, options = _parse(text)
+    _class_of(name).check(ranks, **options)
+    if not options:
+        return name
+    return f"{name}({', '.join(f'{key}={options[key]!r}' for key in sorted(options))})"
+
+
+def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
+    """The strategy for the ranks of a group.
+
+    Raises:
+        TfdistError: it does not work with so many ranks.
+    """
+    name, options = _parse(text)
+    _class_of(name).check(group.size, **options)
+    return _class_of(name)(reducer, group, **options)
+
+
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+    except (SyntaxError, ValueError):
+        call, options = ast.Call(ast.Name(""), [], []), {}
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    if name not in STRATEGIES or call.args:
+        raise TfdistError(
+            f"strategy must be one of {', '.join(STRATEGIES)}, with its options in parentheses, as in "
+            f'"parameter_server(servers=2)"; received {text!r}.'
+        )
+    return name, options
+
+
+def _class_of(name: str) -> type[Strategy]:
+    found: type[Strategy] = getattr(importlib.import_module(f"tfdist.strategies.{name}"), STRATEGIES[name])
+    return found

@@ -1,0 +1,165 @@
+"""Synchronous parameter server: each variable is updated by the one rank that keeps it.
+
+    worker ── gradients ──> owner: sum, clip, update ── values ──> worker
+
+A step of N ranks for K bytes of gradients: with one server, the classical parameter server (Li et al. 2014), the
+server receives and sends (N-1)·K, every other rank K. With N servers each rank receives and sends 2(N-1)/N·K, as in
+a ring, but keeps only 1/N of the optimizer's slots (as in stage 1 of ZeRO, Rajbhandari et al. 2020). Servers train
+on their own data as well. The step is synchronous, so it equals one process with the global batch.
+
+Owners need two numbers that no owner has alone: the norm of all gradients, where `global_clipnorm` is set, and
+whether all gradients are finite, where the loss is scaled. Both are summed over the ranks, if needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import graph_watch, keras_compat, world
+from tfdist.collectives.base import Group, ReduceOp
+from tfdist.errors import TfdistError
+from tfdist.gradients import GradientReducer
+from tfdist.strategies.base import Apply, Gradients, Strategy
+from tfdist.strategies.ownership import assign_owners
+from tfdist.strategies.shards import Shards
+
+
+class ParameterServer(Strategy):
+    """Sends gradients to the owners of their variables, and gets the new values back.
+
+    Args:
+        reducer: combines gradients.
+        group: the ranks that train together.
+        servers: how many of them, from the first on, own variables.
+    """
+
+    name = "parameter_server"
+
+    def __init__(self, reducer: GradientReducer, group: Group, *, servers: int = 1) -> None:
+        super().__init__(reducer, group)
+        self._servers = group.ranks[:servers]
+        self._owners: dict[int, int] = {}
+        self._stand_ins: dict[int, Any] = {}
+        self._shards = Shards(self._owner_of, bucket_bytes=reducer.bucket_bytes)
+        if group.size > 1:
+            reducer.transport = self._shards
+
+    @classmethod
+    def check(cls, ranks: int, **options: Any) -> None:
+        unknown = set(options) - {"servers"}
+        if unknown:
+            raise TfdistError(f"parameter_server takes servers=k; received {', '.join(sorted(unknown))}.")
+        servers = options.get("servers", 1)
+        if not isinstance(servers, int) or isinstance(servers, bool) or not 1 <= servers <= ranks:
+            raise TfdistError(
+                f"parameter_server(servers=k) needs 1 <= k <= {ranks}, the number of ranks; received {servers!r}."
+            )
+
+    def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        if self.group.size == 1:
+            optimizer.build(variables)
+            return
+        sizes = [
+            int(tf.TensorShape(each.shape).num_elements()) * tf.as_dtype(each.dtype).size
+            for each in variables
+        ]
+        owners = assign_owners(sizes, len(self._servers))
+        for variable, owner in zip(variables, owners, strict=True):
+            self._owners[id(variable)] = self._servers[owner]
+            self._stand_ins[id(variable)] = keras_compat.stand_in(variable)
+        stand_ins = [self._stand_ins[id(variable)] for variable in variables]
+        mine = [
+            variable if self._shards.is_mine(variable) else tiny
+            for variable, tiny in zip(variables, stand_ins, strict=True)
+        ]
+        keras_compat.build_partially(optimizer, mine, stand_ins)
+
+    def update(
+        self,
+        gradients: Gradients,
+        variables: Sequence[Any],
+        apply: Apply,
+        *,
+        optimizer: Any,
+        weighed_by: Any = None,
+    ) -> Any:
+        sums = self.reducer.reduce(gradients, variables, weighed_by=weighed_by)
+        if self.group.size == 1:
+            return apply(sums, variables)
+        updated = [
+            (gradient, variable)
+            for gradient, variable in zip(sums, variables, strict=True)
+            if gradient is not None and self._shards.is_mine(variable)
+        ]
+        updated += self._placeholders(gradients, variables, optimizer, needed=not updated)
+        mine, of = [gradient for gradient, _ in updated], [variable for _, variable in updated]
+        name = self.reducer.name_of(gradients, variables)
+        if keras_compat.scales_loss(optimizer):
+            mine = self._spoil_unless_finite(mine, f"{name}/finite")
+
+        def norm_of(clipped: Sequence[Any]) -> Any:
+            squares = [tf.reduce_sum(tf.square(tf.cast(_values(each), tf.float32))) for each in clipped]
+            return tf.sqrt(self._sum(tf.add_n(squares), f"{name}/norm"))
+
+        with keras_compat.clipping_by(optimizer, norm_of):
+            apply(mine, of)
+        self._pull(variables, name)
+        return None
+
+    def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        if self.group.size == 1:
+            optimizer.finalize_variable_values(variables)
+            return
+        for each in keras_compat.innermost(optimizer):
+            each.finalize_variable_values(each._trainable_variables)
+            if each.use_ema:
+                self._pull(variables, f"{self.reducer.name}.finalize")
+
+    def _owner_of(self, variable: Any) -> int:
+        return self._owners[id(variable)]
+
+    def _placeholders(
+        self, gradients: Gradients, variables: Sequence[Any], optimizer: Any, *, needed: bool
+    ) -> list[tuple[Any, Any]]:
+        """Stand-ins with zeros as gradients: by an update of them the counters of an optimizer go on.
+
+        A rank that owns nothing needs one; an optimizer that is made of several needs some in each.
+        """
+        several = len(keras_compat.innermost(optimizer)) > 1
+        tiny = [
+            self._stand_ins[id(variable)]
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if gradient is not None and not self._shards.is_mine(variable)
+        ]
+        return [(tf.zeros_like(each), each) for each in (tiny if several else tiny[:1] if needed else [])]
+
+    def _spoil_unless_finite(self, gradients: Sequence[Any], name: str) -> list[Any]:
+        """Makes gradients NaN on all ranks if they are infinite or NaN on one: all skip the step."""
+        finite = [tf.reduce_all(tf.math.is_finite(_values(gradient))) for gradient in gradients]
+        spoiled = self._sum(tf.cast(tf.logical_not(tf.reduce_all(tf.stack(finite))), tf.float32), name) > 0.0
+        spoil = tf.where(spoiled, float("nan"), 0.0)
+        return [_plus(gradient, spoil) for gradient in gradients]
+
+    def _sum(self, value: Any, name: str) -> Any:
+        (total,) = world.current().engine.allreduce([value], ReduceOp.SUM, name=name, group=self.group)
+        return total
+
+    def _pull(self, variables: Sequence[Any], name: str) -> None:
+        watched = graph_watch.enter(f"{name}/values", [], self.group.ranks)[1]
+        self._shards.pull(variables, name=name, group=self.group)
+        if watched:
+            graph_watch.leave(f"{name}/values", [])
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _plus(gradient: Any, number: Any) -> Any:
+    values = _values(gradient) + tf.cast(number, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values

@@ -1,0 +1,157 @@
+"""The messages between ranks and the servers that keep variables: gradients pushed, values pulled.
+
+Both go point to point. A tree broadcast would spare the server and burden the others, and gradients that are
+summed on the way would be an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist import world
+from tfdist.collectives.base import Group
+from tfdist.collectives.sink import Sink
+from tfdist.gradients import fill_buckets, sum_duplicate_rows
+from tfdist.variables import tensor_of
+
+
+class Shards:
+    """Sums of gradients at the owners of their variables, and the owners' values at all ranks.
+
+    Implements `tfdist.gradients.Transport`.
+
+    Args:
+        owner_of: the world rank that keeps a variable.
+        bucket_bytes: most bytes that one message copies.
+    """
+
+    def __init__(self, owner_of: Callable[[Any], int], *, bucket_bytes: int) -> None:
+        self._owner_of = owner_of
+        self._bucket_bytes = bucket_bytes
+        self._sink = Sink()
+
+    def is_mine(self, variable: Any) -> bool:
+        """Whether this rank keeps the variable."""
+        return self._owner_of(variable) == world.rank()
+
+    def sum_tensors(
+        self, tensors: Sequence[Any], variables: Sequence[Any], *, name: str, group: Group
+    ) -> list[Any]:
+        """Pushes gradients to the owners of their variables.
+
+        A rank sends the bytes of what it does not own; an owner receives (N-1)·K for K bytes that it owns.
+
+        Args:
+            tensors: dense, of static shape.
+            variables: what they belong to.
+            name: identifies the messages on all ranks.
+            group: the ranks that take part.
+
+        Returns:
+            Sums over the ranks for variables that this rank owns, None for others.
+        """
+        sums: list[Any] = [None] * len(tensors)
+        for dtype, places in _by_dtype(tensors).items():
+            theirs = self._by_owner(places, variables, group)
+            mine = theirs[group.position(world.rank())]
+            received = world.current().engine.exchange(
+                [
+                    _flat([tensors[place] for place in owned]) if owned is not mine and owned else None
+                    for owned in theirs
+                ],
+                [
+                    0 if rank == world.rank() else sum(_elements(tensors[place]) for place in mine)
+                    for rank in group.ranks
+                ],
+                name=f"{name}/push",
+                group=group,
+                dtype=dtype,
+            )
+            if mine:
+                parts = [each for each in received if each is not None]
+                total = tf.add_n([_flat([tensors[place] for place in mine]), *parts])
+                for place, value in zip(mine, _unpacked(total, [tensors[p] for p in mine]), strict=True):
+                    sums[place] = value
+        return sums
+
+    def sum_rows(self, rows: tf.IndexedSlices, variable: Any, *, name: str, group: Group) -> Any:
+        """Pushes rows of a table to its owner.
+
+        Returns:
+            The sum over the ranks, each row once, on the owner; None on others.
+        """
+        engine = world.current().engine
+        owner = self._owner_of(variable)
+        count = tf.shape(rows.indices)[0]
+        splits = tf.stack([count if rank == owner else tf.zeros_like(count) for rank in group.ranks])
+        indices, _ = engine.alltoall(rows.indices, splits, name=f"{name}/indices", group=group)
+        values, _ = engine.alltoall(rows.values, splits, name=f"{name}/values", group=group)
+        if owner == world.rank():
+            return sum_duplicate_rows(tf.IndexedSlices(values, indices, rows.dense_shape))
+        self._sink.consume([indices, values])
+        return None
+
+    def pull(self, variables: Sequence[Any], *, name: str, group: Group) -> None:
+        """Gives every rank the owners' values; an owner sends (N-1)·K bytes for K bytes that it owns.
+
+        Args:
+            variables: the same on all ranks.
+            name: identifies the messages on all ranks.
+            group: the ranks that take part.
+        """
+        if group.size == 1:
+            return
+        here = world.rank()
+        sizes = [_elements(variable) * tf.as_dtype(variable.dtype).size for variable in variables]
+        for number, bucket in enumerate(fill_buckets(sizes, self._bucket_bytes)):
+            chosen = [variables[place] for place in bucket]
+            for dtype, places in _by_dtype(chosen).items():
+                theirs = self._by_owner(places, chosen, group)
+                mine = theirs[group.position(here)]
+                values = _flat([tensor_of(chosen[place]) for place in mine]) if mine else None
+                received = world.current().engine.exchange(
+                    [None if rank == here else values for rank in group.ranks],
+                    [
+                        0 if rank == here else sum(_elements(chosen[place]) for place in owned)
+                        for rank, owned in zip(group.ranks, theirs, strict=True)
+                    ],
+                    name=f"{name}/pull{number}",
+                    group=group,
+                    dtype=dtype,
+                )
+                for owned, packed in zip(theirs, received, strict=True):
+                    if packed is None:
+                        continue
+                    parts = _unpacked(packed, [chosen[place] for place in owned])
+                    for place, value in zip(owned, parts, strict=True):
+                        chosen[place].assign(value)
+
+    def _by_owner(self, places: Sequence[int], variables: Sequence[Any], group: Group) -> list[list[int]]:
+        owned: list[list[int]] = [[] for _ in group.ranks]
+        for place in places:
+            owned[group.position(self._owner_of(variables[place]))].append(place)
+        return owned
+
+
+def _by_dtype(tensors: Sequence[Any]) -> dict[Any, list[int]]:
+    places: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tf.as_dtype(tensor.dtype), []).append(place)
+    return places
+
+
+def _elements(tensor: Any) -> int:
+    return int(tf.TensorShape(tensor.shape).num_elements())
+
+
+def _flat(tensors: Sequence[Any]) -> Any:
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, 0)
+
+
+def _unpacked(packed: Any, like: Sequence[Any]) -> list[Any]:
+    parts = tf.split(packed, [_elements(each) for each in like]) if len(like) > 1 else [packed]
+    return [tf.reshape(part, tuple(each.shape)) for part, each in zip(parts, like, strict=True)]

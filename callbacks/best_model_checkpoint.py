@@ -15,7 +15,7 @@ import keras
 from tfdist import world
 from tfdist.callback_roles import runs_on_first_rank_only
 from tfdist.keras_compat import atomic_saves
-from tfdist.optimizer import is_distributed, ranks_of
+from tfdist.optimizer import divides_state, is_distributed, ranks_of
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -99,6 +99,8 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         optimizer = self.model.optimizer
         if not runs_on_first_rank_only(self) or optimizer is None or not is_distributed(optimizer):
             return True
+        if divides_state(optimizer):
+            return True  # `model.save` knows which rank writes
         return world.rank() == ranks_of(optimizer)[0]
 
 

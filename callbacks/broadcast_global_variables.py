@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import fit_hook, world
-from tfdist.variables import broadcast_model
+from tfdist.optimizer import broadcast_state
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -66,4 +66,4 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self, model: Any) -> None:
         with tf.device(self.device or None):
-            broadcast_model(model, self.root_rank, skip=self.local_variables)
+            broadcast_state(model, self.root_rank, skip=self.local_variables)

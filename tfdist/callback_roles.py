@@ -91,6 +91,11 @@ def runs_on_first_rank_only(callback: Any) -> bool:
     return type(callback) is keras.callbacks.LambdaCallback
 
 
+def saves_model(callback: Any) -> bool:
+    """Whether a callback saves the model: where ranks divide its state, all of them take part, and one writes."""
+    return isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.BackupAndRestore)
+
+
 def _is_orbax(callback: Any) -> bool:
     """Keras has this callback from 3.12 on."""
     orbax = getattr(keras.callbacks, "OrbaxCheckpoint", None)

@@ -16,18 +16,24 @@ import keras
 import tensorflow as tf
 
 from tfdist import inference, joint_step, keras_compat, metric_merging, operations, world
-from tfdist.callback_roles import runs_on_first_rank_only
+from tfdist.callback_roles import runs_on_first_rank_only, saves_model
 from tfdist.errors import OutOfSyncError
 from tfdist.fit_session import FitSession
 from tfdist.gradients import GradientReducer
 from tfdist.joint_step import JointSteps
 from tfdist.keras_compat import has_stock_train_step
 from tfdist.metric_merging import Measured
-from tfdist.optimizer import has_reduced, is_distributed, local_variables, ranks_of
+from tfdist.optimizer import (
+    broadcast_state,
+    divides_state,
+    has_reduced,
+    is_distributed,
+    local_variables,
+    ranks_of,
+)
 from tfdist.variables import (
     MOVING_STATISTICS,
     agree_on_list,
-    broadcast_model,
     describe,
     differing_variables,
     model_state,
@@ -121,7 +127,7 @@ class FitHook:
             self._evaluating.discard(model)
         if session is not None and session.callbacks is None:
             if name == "set_model":  # already then, TensorBoard writes the model's graph
-                _leave_to_first_rank(session, callbacks)
+                _leave_to_first_rank(session, model, callbacks)
                 return run()
             if name == "on_train_begin":
                 session.callbacks = callbacks
@@ -132,7 +138,7 @@ class FitHook:
 
     def _on_train_begin(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
         session.begin(session.callbacks.params)
-        _leave_to_first_rank(session, session.callbacks)
+        _leave_to_first_rank(session, model, session.callbacks)
         run()
         resumed = session.begun(getattr(model, "_initial_epoch", None))
         if resumed is not None:
@@ -142,7 +148,7 @@ class FitHook:
                     f"{model.name!r} trains on ranks {session.ranks} only. Load its weights there yourself."
                 )
             model._initial_epoch = resumed
-            when_built(model, broadcast_model)
+            when_built(model, broadcast_state)
 
     def _on_epoch_begin(self, session: FitSession, model: Any, run: Callable[[], Any], *_: Any) -> None:
         session.begin_epoch()
@@ -268,9 +274,18 @@ class FitHook:
             print(f"tfdist: {message}", flush=True)
 
 
-def _leave_to_first_rank(session: FitSession, callbacks: Any) -> None:
-    if not session.is_first_rank:
-        callbacks.callbacks = [each for each in callbacks.callbacks if not runs_on_first_rank_only(each)]
+def _leave_to_first_rank(session: FitSession, model: Any, callbacks: Any) -> None:
+    if session.is_first_rank:
+        return
+    kept = []
+    divided = divides_state(model.optimizer)
+    for each in callbacks.callbacks:
+        if not runs_on_first_rank_only(each):
+            kept.append(each)
+        elif divided and saves_model(each):
+            keras_compat.only_take_part(each)
+            kept.append(each)
+    callbacks.callbacks = kept
 
 
 def _samples(data: Any) -> Any:

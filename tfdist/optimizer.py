@@ -27,6 +27,7 @@ from tfdist.compression import Compression
 from tfdist.gradients import DEFAULT_BUCKET_BYTES
 from tfdist.reduction_arguments import make_reducer
 from tfdist.strategies import choice
+from tfdist.variables import broadcast_model
 
 
 class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -122,6 +123,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_loop = joining.LoopSteps()
         self._self_reduced = False
         self._self_variables: list[Any] = []
+        self._self_gathered: dict[int, Any] = {}
 
     @property
     def inner_optimizer(self) -> Any:
@@ -137,6 +139,52 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Puts moving averages into the variables, where the optimizer keeps them; every rank calls it."""
         self._self_strategy.finalize(self.__wrapped__, var_list)
+
+    def save_own_variables(self, store: Any) -> None:
+        """What `model.save` calls. Where ranks divide the state, all of them call it, and the first writes."""
+        self.save_through(self.__wrapped__, store, self.__wrapped__.save_own_variables)
+
+    def load_own_variables(self, store: Any) -> None:
+        """What `keras.models.load_model` calls, on every rank."""
+        self.load_through(self.__wrapped__, store, self.__wrapped__.load_own_variables)
+
+    def save_through(self, outer: Any, store: Any, write: Callable[[Any], None]) -> None:
+        """Writes the state of `outer`, the inner optimizer or one around this; `write` does it for one rank."""
+        if not self._self_strategy.divides_state:
+            write(store)
+            return
+        with self.state_of_all_ranks(outer):
+            for place, variable in enumerate(outer.variables):
+                store[str(place)] = self._self_gathered[id(variable)]
+
+    def load_through(self, outer: Any, store: Any, read: Callable[[Any], None]) -> None:
+        """Reads the state of `outer`; `read` does it for one rank."""
+        if not self._self_strategy.divides_state or len(store.keys()) != len(outer.variables):
+            read(store)
+            return
+        values = [store[str(place)] for place in range(len(outer.variables))]
+        self._self_strategy.restore(outer.variables, values)
+
+    @contextlib.contextmanager
+    def state_of_all_ranks(self, outer: Any) -> Iterator[bool]:
+        """Inside, the rank that writes files has all of the state of `outer`, gathered once; all ranks call it.
+
+        Yields:
+            Whether this rank writes: where ranks divide the state, the first does.
+        """
+        strategy = self._self_strategy
+        if not strategy.divides_state or self._self_gathered:
+            yield True
+            return
+        values = strategy.gather(outer.variables)
+        self._self_gathered = {
+            id(variable): value for variable, value in zip(outer.variables, values, strict=True)
+        }
+        try:
+            yield world.rank() == strategy.group.ranks[0]
+        finally:
+            self._self_gathered = {}
+            strategy.written()
 
     # AutoGraph would rewrite this Python, which decides everything while tracing, for nothing.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -280,10 +328,29 @@ def load_model(
     return model
 
 
+def broadcast_state(model: Any, root_rank: int = 0, *, skip: Sequence[Any] = ()) -> None:
+    """`tfdist.variables.broadcast_model`, and the parts of a divided state that the root has just loaded.
+
+    Args:
+        model: a built `keras.Model`.
+        root_rank: the rank whose state all get.
+        skip: variables that stay as they are on each rank.
+    """
+    broadcast_model(model, root_rank, skip=skip)
+    for wrapper in _wrappers(model.optimizer) if getattr(model, "optimizer", None) is not None else ():
+        if wrapper is not None:
+            wrapper._self_strategy.spread(model.optimizer.variables, root_rank)
+
+
 def is_distributed(optimizer: Any) -> bool:
     """Whether every update through `optimizer` is combined over the ranks."""
     wrappers = _wrappers(optimizer)
     return bool(wrappers) and None not in wrappers
+
+
+def divides_state(optimizer: Any) -> bool:
+    """Whether ranks keep different parts of the optimizer's slots, so that saving takes all of them."""
+    return any(each is not None and each._self_strategy.divides_state for each in _wrappers(optimizer))
 
 
 def has_reduced(optimizer: Any) -> bool:

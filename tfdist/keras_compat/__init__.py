@@ -15,7 +15,11 @@ from typing import Any
 from tfdist.keras_compat import fit_loop, saving
 from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
 from tfdist.keras_compat.hook import Hook
-from tfdist.keras_compat.loss_scale import reduce_before_finiteness
+from tfdist.keras_compat.loss_scale import (
+    load_through_wrapper,
+    reduce_before_finiteness,
+    save_through_wrapper,
+)
 from tfdist.keras_compat.partial_optimizer import (
     build_partially,
     clipping_by,
@@ -24,13 +28,14 @@ from tfdist.keras_compat.partial_optimizer import (
     scales_loss,
     stand_in,
 )
-from tfdist.keras_compat.saving import atomic_saves
+from tfdist.keras_compat.saving import atomic_saves, only_take_part
 from tfdist.keras_compat.train_function import (
     forget_train_functions,
     guarded_make_train_function,
     has_stock_train_step,
     idle_step,
 )
+from tfdist.keras_compat.wrapper import wrapper_of
 
 __all__ = [
     "Hook",
@@ -44,9 +49,11 @@ __all__ = [
     "innermost",
     "install",
     "kept_here",
+    "only_take_part",
     "scales_loss",
     "stand_in",
     "uninstall",
+    "wrapper_of",
 ]
 
 _originals: list[tuple[Any, str, Any]] = []
@@ -68,6 +75,8 @@ def install(hook: Hook) -> None:
     for name in fit_loop.EVENTS:
         _patch(callbacks, name, fit_loop.announced_event(name, getattr(callbacks, name), hook))
     _patch(loss_scale, "apply", reduce_before_finiteness(loss_scale.apply))
+    _patch(loss_scale, "save_own_variables", save_through_wrapper(loss_scale.save_own_variables))
+    _patch(loss_scale, "load_own_variables", load_through_wrapper(loss_scale.load_own_variables))
     backup = keras.callbacks.BackupAndRestore
     _patch(model, "save", saving.atomic_method(model.save))
     _patch(model, "save_weights", saving.atomic_method(model.save_weights))

@@ -13,6 +13,8 @@ Solution: single local files are written by `tfdist.checkpoint.atomically`, afte
 space. A backup's weights file also holds the number of its epoch, as an HDF5 attribute that Keras ignores; when it
 is read, that attribute corrects the other file. Folders (`zipped=False`), shards and remote paths are written as
 Keras writes them.
+
+Where ranks divide the optimizer's slots among them, all of them call these methods, and one writes.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.checkpoint import atomically
+from tfdist.keras_compat.wrapper import wrapper_of
 
 _SINGLE_FILES = (".keras", ".h5", ".hdf5")
 _OVERHEAD = 4096  # bytes that HDF5 spends on a variable and its group, generously
@@ -55,6 +58,10 @@ def recorded_backup(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _save_model(self: Any) -> Any:
+        with _state_of_all_ranks(self.model) as writes:
+            return save_alone(self) if writes else None
+
+    def save_alone(self: Any) -> Any:
         save_weights = self.model.save_weights
 
         def save_recorded_weights(filepath: str, overwrite: bool) -> None:
@@ -93,6 +100,10 @@ def consistent_restore(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _atomic(model: Any, write: Callable[..., Any]) -> Callable[..., Any]:
     def save(filepath: Any, overwrite: bool = True, *args: Any, **options: Any) -> Any:
+        with _state_of_all_ranks(model) as writes:
+            return save_alone(filepath, overwrite, *args, **options) if writes else None
+
+    def save_alone(filepath: Any, overwrite: bool, *args: Any, **options: Any) -> Any:
         # `zipped` of save, `max_shard_size` of save_weights: all but None and True ask for a folder or shards.
         layout = args[0] if args else options.get("zipped", options.get("max_shard_size"))
         single = layout is None or layout is True
@@ -104,6 +115,32 @@ def _atomic(model: Any, write: Callable[..., Any]) -> Callable[..., Any]:
             return write(temporary, True, *args, **options)
 
     return save
+
+
+def only_take_part(callback: Any) -> None:
+    """Leaves to a callback that saves the model just its calls of `model.save`, which another rank writes."""
+    callback.verbose = 0
+    for name in ("on_train_begin", "on_train_end"):  # where a backup is read, and removed
+        callback.__dict__[name] = _nothing
+
+
+def _nothing(logs: Any = None) -> None:
+    """A callback's method that does nothing."""
+
+
+@contextlib.contextmanager
+def _state_of_all_ranks(model: Any) -> Iterator[bool]:
+    """Inside, the rank that writes has all of a state that ranks divide.
+
+    Yields:
+        Whether this rank writes.
+    """
+    distributed = wrapper_of(getattr(model, "optimizer", None))
+    if distributed is None:
+        yield True
+    else:
+        with distributed.state_of_all_ranks(model.optimizer) as writes:
+            yield writes
 
 
 def _size_of(model: Any) -> int:

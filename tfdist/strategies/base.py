@@ -59,6 +59,25 @@ class Strategy(abc.ABC):
         """Builds the inner optimizer for all variables of the model."""
         optimizer.build(variables)
 
+    @property
+    def divides_state(self) -> bool:
+        """Whether ranks keep different parts of the optimizer's slots."""
+        return False
+
+    def gather(self, variables: Sequence[Any]) -> list[Any]:
+        """Values of the optimizer's variables, on the first rank of the group; only where state is divided."""
+        raise NotImplementedError
+
+    def written(self) -> None:  # noqa: B027 - nothing is divided
+        """Waits until the rank that writes what was gathered has done so."""
+
+    def restore(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Sets the optimizer's variables, those that this rank keeps; only where state is divided."""
+        raise NotImplementedError
+
+    def spread(self, variables: Sequence[Any], root: int) -> None:  # noqa: B027 - nothing is divided
+        """Gives each rank what the last `restore` on rank `root` had for it; all ranks call it."""
+
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Has the inner optimizer put its moving averages into the variables at the end of training."""
         optimizer.finalize_variable_values(variables)

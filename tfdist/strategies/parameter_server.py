@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist import graph_watch, keras_compat, world
@@ -25,6 +26,7 @@ from tfdist.gradients import GradientReducer
 from tfdist.strategies.base import Apply, Gradients, Strategy
 from tfdist.strategies.ownership import assign_owners
 from tfdist.strategies.shards import Shards
+from tfdist.variables import tensor_of
 
 
 class ParameterServer(Strategy):
@@ -43,6 +45,7 @@ class ParameterServer(Strategy):
         self._servers = group.ranks[:servers]
         self._owners: dict[int, int] = {}
         self._stand_ins: dict[int, Any] = {}
+        self._loaded: dict[int, Any] = {}
         self._shards = Shards(self._owner_of, bucket_bytes=reducer.bucket_bytes)
         if group.size > 1:
             reducer.transport = self._shards
@@ -108,6 +111,46 @@ class ParameterServer(Strategy):
             apply(mine, of)
         self._pull(variables, name)
         return None
+
+    @property
+    def divides_state(self) -> bool:
+        return self.group.size > 1
+
+    def gather(self, variables: Sequence[Any]) -> list[Any]:
+        mine = [place for place, each in enumerate(variables) if keras_compat.kept_here(each)]
+        values: list[Any] = [None] * len(variables)
+        if world.rank() == self.group.ranks[0]:
+            values = [np.asarray(tensor_of(each)) for each in variables]
+        if len(self._servers) > 1:
+            for place, value in self._shards.gather(
+                variables, mine, group=self.group, what="saving the optimizer's state"
+            ):
+                values[place] = np.asarray(value)
+        return values
+
+    def written(self) -> None:
+        if len(self._servers) > 1:
+            self._shards.tell("having saved", None, group=self.group)
+
+    def restore(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            if keras_compat.kept_here(variable) is False:
+                self._loaded[id(variable)] = np.asarray(value)
+            else:
+                variable.assign(value)
+
+    def spread(self, variables: Sequence[Any], root: int) -> None:
+        if len(self._servers) == 1 or root not in self.group.ranks:
+            return
+        mine = [place for place, each in enumerate(variables) if keras_compat.kept_here(each)]
+        loaded = {
+            place: self._loaded[id(each)] for place, each in enumerate(variables) if id(each) in self._loaded
+        }
+        for place, value in self._shards.spread(
+            variables, mine, loaded, root, group=self.group, what="restoring the optimizer's state"
+        ):
+            variables[place].assign(value)
+        self._loaded = {}
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
         if self.group.size == 1:

@@ -6,12 +6,13 @@ summed on the way would be an all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist import world
+from tfdist import operations, world
 from tfdist.collectives.base import Group
 from tfdist.collectives.sink import Sink
 from tfdist.gradients import fill_buckets, sum_duplicate_rows
@@ -128,6 +129,105 @@ class Shards:
                     parts = _unpacked(packed, [chosen[place] for place in owned])
                     for place, value in zip(owned, parts, strict=True):
                         chosen[place].assign(value)
+
+    def gather(
+        self, variables: Sequence[Any], mine: Sequence[int], *, group: Group, what: str
+    ) -> list[tuple[int, Any]]:
+        """Gives the first rank of the group what the others keep; every rank of the group calls it, eagerly.
+
+        Args:
+            variables: as many on all ranks, but some of another shape where this rank does not keep them.
+            mine: places of those that this rank keeps.
+            group: the ranks.
+            what: what the ranks are doing, for error messages.
+
+        Returns:
+            On the first rank the place and value of each variable that another rank keeps; nothing elsewhere.
+        """
+        first = group.ranks[0]
+        kept = self.tell(what, {str(place): list(variables[place].shape) for place in mine}, group=group)
+        senders = {rank: shapes for rank, shapes in kept.items() if rank != first}
+        routes = {(rank, first): shapes for rank, shapes in senders.items()}
+        values = {place: tensor_of(variables[place]) for place in mine}
+        return self._carry(variables, routes, values, group=group, what=what)
+
+    def spread(
+        self, variables: Sequence[Any], mine: Sequence[int], loaded: Mapping[int, Any], root: int, *,
+        group: Group, what: str,
+    ) -> list[tuple[int, Any]]:  # fmt: skip
+        """Gives each rank the values that `root` has loaded for it; every rank of the group calls it, eagerly.
+
+        Args:
+            variables: see `gather`.
+            mine: see `gather`.
+            loaded: values by place, on the root; it has all that others keep, or none.
+            root: the rank that has loaded something.
+            group: the ranks.
+            what: what the ranks are doing, for error messages.
+
+        Returns:
+            Place and value of each variable that this rank keeps and the root had; nothing on the root.
+        """
+        kept = self.tell(what, {str(place): list(variables[place].shape) for place in mine}, group=group)
+        has = self.tell(f"{what}, root", bool(loaded), group=group)[root]
+        routes = {(root, rank): shapes for rank, shapes in kept.items() if rank != root and has}
+        return self._carry(variables, routes, loaded, group=group, what=what)
+
+    def tell(self, what: str, mine: Any, *, group: Group) -> dict[int, Any]:
+        """What each rank of the group says of `what`; all of them call it, and wait for each other."""
+        control = world.current().control
+        assert control is not None
+        answers = control.exchange(f"{what} on ranks {group.ranks}", mine, ranks=group.ranks, describe=what)
+        return dict(zip(group.ranks, answers, strict=True))
+
+    def _carry(
+        self,
+        variables: Sequence[Any],
+        routes: Mapping[tuple[int, int], Mapping[str, Sequence[int]]],
+        values: Mapping[int, Any],
+        *,
+        group: Group,
+        what: str,
+    ) -> list[tuple[int, Any]]:
+        """Sends values from rank to rank: `routes` tells, for (source, target), their places and shapes."""
+        here, watchdog = world.rank(), world.current().watchdog
+        assert watchdog is not None
+        carried = []
+        places = {int(place) for shapes in routes.values() for place in shapes}
+        for dtype in sorted({tf.as_dtype(variables[place].dtype).name for place in places}):
+            chosen = {
+                route: [
+                    (int(place), shape)
+                    for place, shape in shapes.items()
+                    if tf.as_dtype(variables[int(place)].dtype).name == dtype
+                ]
+                for route, shapes in routes.items()
+            }
+            outgoing = [
+                _flat([tf.convert_to_tensor(values[place]) for place, _ in sent]) if sent else None
+                for sent in (chosen.get((here, rank), []) for rank in group.ranks)
+            ]
+            expected = [chosen.get((rank, here), []) for rank in group.ranks]
+            try:
+                with watchdog.watch(what, group.ranks):
+                    received = world.current().engine.exchange(
+                        outgoing,
+                        [sum(math.prod(shape) for _, shape in parts) for parts in expected],
+                        name=f"{what} {dtype}",
+                        group=group,
+                        dtype=tf.as_dtype(dtype),
+                    )
+            except Exception as error:
+                raise operations.translate(error, waiting_for=what) from error
+            for parts, packed in zip(expected, received, strict=True):
+                if packed is None:
+                    continue
+                flat = tf.split(packed, [math.prod(shape) for _, shape in parts])
+                carried += [
+                    (place, tf.reshape(value, shape))
+                    for (place, shape), value in zip(parts, flat, strict=True)
+                ]
+        return carried
 
     def _by_owner(self, places: Sequence[int], variables: Sequence[Any], group: Group) -> list[list[int]]:
         owned: list[list[int]] = [[] for _ in group.ranks]

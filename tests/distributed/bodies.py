@@ -5,12 +5,18 @@ Every function also runs in a world of one rank, where it is the reference: plai
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tests.distributed import models
+from tfdist import keras_compat, world
+from tfdist.strategies import choice
 
 
 def optimizer_of(name: str, **config: Any) -> Any:
@@ -38,12 +44,15 @@ def outcome(model: Any, before: list[np.ndarray], optimizer: Any = None) -> dict
     """Everything that must agree between ranks and with one process."""
     optimizer = optimizer or model.optimizer
     after = weights_of(model)
+    kept = [keras_compat.kept_here(variable) for variable in optimizer.variables]
     slots = [np.asarray(variable) for variable in optimizer.variables]
+    common = [slot for slot, here in zip(slots, kept, strict=True) if here is None]
     return {
         "weights": after,
-        "slots": slots,
+        # None for what only another rank keeps.
+        "slots": [None if here is False else slot for slot, here in zip(slots, kept, strict=True)],
         "iterations": int(optimizer.iterations),
-        "digest": digest(after + slots),
+        "digest": digest(after + common),
         "moved": [float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)],
     }
 
@@ -53,6 +62,24 @@ def wrap(optimizer: Any, **options: Any) -> Any:
     import tfdist
 
     return tfdist.DistributedOptimizer(optimizer, **options) if tfdist.size() > 1 else optimizer
+
+
+@contextlib.contextmanager
+def under(strategy: str) -> Iterator[None]:
+    """Optimizers that are wrapped inside update by this strategy, whatever that of the world is."""
+    before = world.current()
+    world.install(dataclasses.replace(before, strategy=choice.check(strategy, before.spec.size)))
+    try:
+        yield
+    finally:
+        world.install(before)
+
+
+def call_under(strategy: str, function: str, args: list[Any]) -> Any:
+    """Calls a function, `module:name` in this folder, while optimizers are wrapped to update by this strategy."""
+    module, name = function.split(":")
+    with under(strategy):
+        return getattr(importlib.import_module(f"tests.distributed.{module}"), name)(*args)
 
 
 def share(values: np.ndarray, batch: int = models.GLOBAL_BATCH) -> np.ndarray:
@@ -77,6 +104,7 @@ def fit(
     epochs: int = 1,
     policy: str | None = None,
     freeze: int | None = None,
+    strategy: str = "ring",
 ) -> dict[str, Any]:
     """Trains in `fit()`: N ranks with their shares, or one rank with the global batch."""
     import keras
@@ -98,8 +126,10 @@ def fit(
         options["compression"] = getattr(tfdist.Compression, options["compression"])
     if passes > 1 and tfdist.size() > 1:
         options["backward_passes_per_step"] = passes
+    with under(strategy if tfdist.size() > 1 else "ring"):
+        wrapped = wrap(inner, **options)
     model.compile(
-        wrap(inner, **options),
+        wrapped,
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         **(compile_options or {}),
     )

@@ -2,66 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.distributed import bodies
+from tests.distributed.equivalence import OPTIMIZERS, assert_equivalent, available
 from tests.worlds import World, on
 
-# Every optimizer that Keras ships; a new one that is not here fails `test_no_optimizer_is_forgotten`.
-OPTIMIZERS = {
-    "SGD": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True},
-    "RMSprop": {},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"learning_rate": 0.01},
-    "Adadelta": {"learning_rate": 1.0},
-    "Adagrad": {"learning_rate": 0.1},
-    "Adamax": {},
-    "Adafactor": {},
-    "Nadam": {},
-    "Ftrl": {"learning_rate": 0.1},
-    "Lion": {},
-    "Lamb": {},
-    "Muon": {},
-    "ScheduleFreeAdamW": {},
-    "MultiOptimizer": {},
-}
 WORLDS = on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
-
-
-def available(name: str) -> bool:
-    import keras
-
-    return hasattr(keras.optimizers, name)
-
-
-@functools.cache
-def _reference(arguments: str) -> dict[str, Any]:
-    import tfdist
-
-    args, options = json.loads(arguments)
-    tfdist.init()
-    try:
-        return bodies.fit(*args, **options)
-    finally:
-        tfdist.shutdown()
-
-
-def assert_equivalent(world: World, *args: Any, tolerance: float = 1e-5, **options: Any) -> None:
-    expected = _reference(json.dumps([args, options]))
-    results = world.call(bodies.fit_with, list(args), options)
-    assert len({result["digest"] for result in results}) == 1, "ranks differ"
-    result = results[0]
-    assert result["iterations"] == expected["iterations"] > 0
-    assert max(result["moved"]) > 1e-4, "weights did not move"
-    for actual, wanted in zip(result["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(actual, wanted, atol=tolerance, rtol=0)
-    for actual, wanted in zip(result["slots"], expected["slots"], strict=True):
-        np.testing.assert_allclose(actual, wanted, atol=tolerance, rtol=1e-4)
 
 
 @WORLDS

@@ -162,6 +162,7 @@ class Engine(abc.ABC):
         name: str,
         group: Group,
         dtype: tf.DType,
+        after: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor | None]:
         """Sends each rank a tensor of its own, point to point, where both sides know who sends what.
 
@@ -174,6 +175,8 @@ class Engine(abc.ABC):
             name: identifies the collective on all ranks.
             group: the ranks that take part.
             dtype: of all tensors, one of `native_dtypes`.
+            after: what must be computed before anything is received. A graph begins with what depends on nothing:
+                a step that ends for want of data would leave behind that it waits for a message.
 
         Returns:
             What each rank of the group has sent: flat, or None for nothing.

@@ -184,11 +184,14 @@ class HorovodCollectives(Engine):
         name: str,
         group: Group,
         dtype: tf.DType,
+        after: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor | None]:
         """Horovod's all-to-all, which sends to each rank only what is for it."""
         sent = [tf.zeros([0], dtype) if each is None else each for each in outgoing]
+        with tf.control_dependencies(list(after)):
+            packed = tf.identity(self._kept(tf.concat(sent, 0)))
         received, _ = self.alltoall(
-            tf.concat(sent, 0),
+            packed,
             tf.constant([int(each.shape[0]) for each in sent], tf.int32),
             name=f"exchange {name} {dtype.name}",
             group=group,

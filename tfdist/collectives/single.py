@@ -68,6 +68,7 @@ class SingleEngine(Engine):
         name: str,
         group: Group,
         dtype: tf.DType,
+        after: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor | None]:
         """Nothing: there is nobody else."""
         return [None]

@@ -289,6 +289,7 @@ class TfCollectives(Engine):
         name: str,
         group: Group,
         dtype: tf.DType,
+        after: Sequence[tf.Tensor] = (),
     ) -> list[tf.Tensor | None]:
         """Broadcasts among two: TensorFlow has no other way to send to one rank, and its all-to-all pads."""
         self.start()
@@ -307,9 +308,10 @@ class TfCollectives(Engine):
                 pair = Group(tuple(sorted((source, target))))
                 words = int(count_words(size, dtype))
                 key = self._keys.instance(pair, f"exchange {name} {dtype.name} {source} {words}")
-                result = self._send_or_receive(
-                    None if sent is None else to_words(sent), words, key, source, pair
-                )
+                with tf.control_dependencies(list(after)):
+                    result = self._send_or_receive(
+                        None if sent is None else to_words(sent), words, key, source, pair
+                    )
                 if source == here:
                     self._sink.consume([result])
                 else:

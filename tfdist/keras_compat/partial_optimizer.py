@@ -25,14 +25,16 @@ def stand_in(variable: Any, *, other: bool = False) -> Any:
     """
     import keras
     import numpy as np
+    import tensorflow as tf
 
     lengths = [3 if other else 2 if length == 1 else 1 for length in variable.shape] or [2 if other else 1]
     path = str(getattr(variable, "path", None) or variable.name)
-    made = keras.Variable(
-        np.zeros(lengths),
-        dtype=keras.backend.standardize_dtype(variable.dtype),
-        name=path.rsplit("/", 1)[-1].replace(":", "_"),
-    )
+    with tf.init_scope():
+        made = keras.Variable(
+            np.zeros(lengths),
+            dtype=keras.backend.standardize_dtype(variable.dtype),
+            name=path.rsplit("/", 1)[-1].replace(":", "_"),
+        )
     made._path = path
     made.overwrite_with_gradient = getattr(variable, "overwrite_with_gradient", False)
     return made
@@ -46,13 +48,16 @@ def build_partially(optimizer: Any, variables: Sequence[Any], stand_ins: Sequenc
         variables: each of the model's variables, or its stand-in.
         stand_ins: the stand-ins of all variables.
     """
+    import tensorflow as tf
+
     # What changes its shape with the variables' belongs to one of them.
     twins = []
-    for tiny in (stand_ins, [stand_in(each, other=True) for each in stand_ins]):
-        twin = type(optimizer).from_config(optimizer.get_config())
-        twin.build(list(tiny))
-        twins.append(twin.variables)
-    optimizer.build(list(variables))
+    with tf.init_scope():
+        for tiny in (stand_ins, [stand_in(each, other=True) for each in stand_ins]):
+            twin = type(optimizer).from_config(optimizer.get_config())
+            twin.build(list(tiny))
+            twins.append(twin.variables)
+        optimizer.build(list(variables))
     for variable, one, other in zip(optimizer.variables, *twins, strict=True):
         if one.shape != other.shape:
             variable.tfdist_kept_here = variable.shape != one.shape

@@ -46,6 +46,7 @@ class ParameterServer(Strategy):
         self._owners: dict[int, int] = {}
         self._stand_ins: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
+        self._zero: Any = None
         self._shards = Shards(self._owner_of, bucket_bytes=reducer.bucket_bytes)
         if group.size > 1:
             reducer.transport = self._shards
@@ -109,7 +110,7 @@ class ParameterServer(Strategy):
 
         with keras_compat.clipping_by(optimizer, norm_of):
             apply(mine, of)
-        self._pull(variables, name)
+        self._pull(variables, name, after=[_values(each) for each in gradients if each is not None])
         return None
 
     @property
@@ -177,7 +178,15 @@ class ParameterServer(Strategy):
             for gradient, variable in zip(gradients, variables, strict=True)
             if gradient is not None and not self._shards.is_mine(variable)
         ]
-        return [(tf.zeros_like(each), each) for each in (tiny if several else tiny[:1] if needed else [])]
+        chosen = tiny if several else tiny[:1] if needed else []
+        if chosen and self._zero is None:
+            with tf.init_scope():
+                self._zero = tf.Variable(0.0, trainable=False, name="zero")
+        # Not constants, on which a graph would begin before it has its data.
+        with tf.control_dependencies([_values(each) for each in gradients if each is not None]):
+            return [
+                (tf.fill(each.shape, tf.cast(self._zero.read_value(), each.dtype)), each) for each in chosen
+            ]
 
     def _spoil_unless_finite(self, gradients: Sequence[Any], name: str) -> list[Any]:
         """Makes gradients NaN on all ranks if they are infinite or NaN on one: all skip the step."""
@@ -190,9 +199,9 @@ class ParameterServer(Strategy):
         (total,) = world.current().engine.allreduce([value], ReduceOp.SUM, name=name, group=self.group)
         return total
 
-    def _pull(self, variables: Sequence[Any], name: str) -> None:
+    def _pull(self, variables: Sequence[Any], name: str, *, after: Sequence[Any] = ()) -> None:
         watched = graph_watch.enter(f"{name}/values", [], self.group.ranks)[1]
-        self._shards.pull(variables, name=name, group=self.group)
+        self._shards.pull(variables, name=name, group=self.group, after=after)
         if watched:
             graph_watch.leave(f"{name}/values", [])
 

@@ -70,6 +70,7 @@ class Shards:
                 name=f"{name}/push",
                 group=group,
                 dtype=dtype,
+                after=[tensors[place] for place in places],
             )
             if mine:
                 parts = [each for each in received if each is not None]
@@ -95,13 +96,14 @@ class Shards:
         self._sink.consume([indices, values])
         return None
 
-    def pull(self, variables: Sequence[Any], *, name: str, group: Group) -> None:
+    def pull(self, variables: Sequence[Any], *, name: str, group: Group, after: Sequence[Any] = ()) -> None:
         """Gives every rank the owners' values; an owner sends (N-1)·K bytes for K bytes that it owns.
 
         Args:
             variables: the same on all ranks.
             name: identifies the messages on all ranks.
             group: the ranks that take part.
+            after: see `Engine.exchange`.
         """
         if group.size == 1:
             return
@@ -122,6 +124,7 @@ class Shards:
                     name=f"{name}/pull{number}",
                     group=group,
                     dtype=dtype,
+                    after=after,
                 )
                 for owned, packed in zip(theirs, received, strict=True):
                     if packed is None:

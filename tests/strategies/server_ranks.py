@@ -1,0 +1,99 @@
+"""What each rank runs in the tests of the parameter server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import tfdist
+from tests.collectives.byte_counter import bytes_sent
+from tests.distributed import bodies, models
+from tfdist import keras_compat
+
+
+def trained(strategy: str, folder: str, policy: str, epochs: int) -> dict[str, Any]:
+    """Trains with every callback that saves; returns the state, and that of what plain Keras loads."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = models.dense()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    with bodies.under(strategy):
+        optimizer = bodies.wrap(keras.optimizers.Adam(0.01))
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = models.data("dense")
+    before = bodies.weights_of(model)
+    history = model.fit(
+        bodies.share(x), bodies.share(y), batch_size=models.GLOBAL_BATCH // tfdist.size(), shuffle=False,
+        epochs=epochs, verbose=0,
+        callbacks=[
+            keras.callbacks.ModelCheckpoint(f"{folder}/last.keras"),
+            keras.callbacks.ModelCheckpoint(f"{folder}/often.keras", save_freq=2),
+            tfdist.callbacks.BestModelCheckpoint(f"{folder}/best.keras", monitor="loss"),
+            keras.callbacks.BackupAndRestore(f"{folder}/backup", delete_checkpoint=False),
+            tfdist.callbacks.BroadcastGlobalVariablesCallback(0),
+            tfdist.callbacks.DesyncCheckCallback(2),
+        ],
+    )  # fmt: skip
+    model.save(f"{folder}/by_hand.keras")
+    result = bodies.outcome(model, before) | {"epochs": len(history.epoch)}
+    for name in ("last", "best", "by_hand"):
+        loaded = keras.models.load_model(f"{folder}/{name}.keras")
+        result[name] = bodies.weights_of(loaded) + [np.asarray(each) for each in loaded.optimizer.variables]
+    with bodies.under(strategy):
+        loaded = tfdist.load_model(f"{folder}/last.keras") if tfdist.size() > 1 else None
+    if loaded is not None:
+        result["loaded again"] = bodies.outcome(loaded, before)["slots"]
+    return result
+
+
+def slot_bytes(strategy: str) -> tuple[int, int]:
+    """Bytes of slots that this rank keeps, and of all its optimizer's variables."""
+    import keras
+
+    model = keras.Sequential([keras.Input((256,)), *(keras.layers.Dense(256) for _ in range(4))])
+    with bodies.under(strategy):
+        optimizer = tfdist.DistributedOptimizer(keras.optimizers.Adam())
+    optimizer.build(model.trainable_variables)
+    sizes = [
+        (keras_compat.kept_here(each), np.asarray(each).nbytes)
+        for each in optimizer.variables
+    ]  # fmt: skip
+    return sum(size for here, size in sizes if here), sum(size for _, size in sizes)
+
+
+def bytes_of_a_step(strategy: str, kilobytes: int) -> float:
+    """Bytes that this rank sends in one update of so many kilobytes of weights in four variables."""
+    import keras
+    import tensorflow as tf
+
+    weights = [keras.Variable(np.zeros(kilobytes * 64, "float32")) for _ in range(4)]
+    with bodies.under(strategy):
+        optimizer = tfdist.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(weights)
+    gradients = [tf.ones(weight.shape) for weight in weights]
+    step = tf.function(lambda: optimizer.apply(gradients, weights), autograph=False)
+    step()
+    tfdist.barrier()
+    before = bytes_sent()
+    for _ in range(4):
+        step()
+    tfdist.barrier()
+    return (bytes_sent() - before) / 4
+
+
+def save_alone(strategy: str, path: str) -> str:
+    """Only rank 0 saves what all keep a part of."""
+    import keras
+
+    model = models.dense()
+    with bodies.under(strategy):
+        model.compile(tfdist.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+    model.optimizer.build(model.trainable_variables)
+    if tfdist.rank() == 0:
+        model.save(path)
+    return "saved"

@@ -1,0 +1,33 @@
+"""Strategies by what the user writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.errors import TfdistError
+from tfdist.strategies import choice
+
+
+def test_equal_strategies_are_written_alike() -> None:
+    assert choice.check("ring", 4) == choice.check(" ring() ", 4) == "ring"
+    assert choice.check("parameter_server( servers=2)", 4) == "parameter_server(servers=2)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("star", "must be one of ring, parameter_server.*received 'star'"),
+        ("parameter_server(2)", r"options in parentheses.*received 'parameter_server\(2\)'"),
+        ("parameter_server(servers=", "received 'parameter_server"),
+        ("__import__('os').getpid()", "received"),
+        ("parameter_server(servers=open('x'))", "received"),
+        ("ring(servers=2)", "ring takes no options; received servers"),
+        ("parameter_server(k=2)", "takes servers=k; received k"),
+        ("parameter_server(servers=5)", "needs 1 <= k <= 4, the number of ranks; received 5"),
+        ("parameter_server(servers=0)", "received 0"),
+        ("parameter_server(servers=True)", "received True"),
+    ],
+)
+def test_what_is_refused(text: str, message: str) -> None:
+    with pytest.raises(TfdistError, match=message):
+        choice.check(text, 4)

@@ -1,0 +1,188 @@
+"""The synchronous parameter server equals one process: with one server, and with several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import bodies, fitting, training
+from tests.distributed.equivalence import OPTIMIZERS, assert_equivalent, available
+from tests.strategies import server_ranks
+from tests.worlds import World, in_one_process, on
+
+WORLDS = on(("horovod", 2), ("tf", 4))
+# One server at two ranks; at four two servers, and two ranks that keep nothing.
+SERVERS = {2: 1, 4: 2}
+
+
+def strategy_of(world: World) -> str:
+    return f"parameter_server(servers={SERVERS[world.size]})"
+
+
+@on(("horovod", 2))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(world: World, optimizer: str) -> None:
+    if not available(optimizer):
+        pytest.skip(f"this Keras has no {optimizer}")
+    assert_equivalent(
+        world, "dense", optimizer, OPTIMIZERS[optimizer], strategy="parameter_server(servers=2)"
+    )
+
+
+OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "SGD": ("dense", "SGD", {"config": {"learning_rate": 0.1, "momentum": 0.9}}),
+    "several optimizers": ("dense", "MultiOptimizer", {}),
+    "Adafactor": ("convolution", "Adafactor", {}),
+    "run_eagerly": ("dense", "Adam", {"compile_options": {"run_eagerly": True}}),
+    "steps_per_execution": ("dense", "Adam", {"compile_options": {"steps_per_execution": 3}}),
+    "xla": ("dense", "Adam", {"compile_options": {"jit_compile": True}}),
+    "clipnorm": ("dense", "Adam", {"config": {"clipnorm": 0.02}}),
+    "global_clipnorm": ("transformer", "AdamW", {"config": {"global_clipnorm": 0.02}}),
+    "ema": ("dense", "Adam", {"config": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}}),
+    "ema at the end": ("dense", "Adam", {"config": {"use_ema": True, "ema_momentum": 0.5}}),
+    "keras_accumulation": (
+        "dense", "Adam", {"config": {"gradient_accumulation_steps": 2, "global_clipnorm": 0.02}},
+    ),
+    "frozen_layer": ("dense", "Adam", {"freeze": 1}),
+    "small messages": ("dense", "Adam", {"wrap_options": {"bucket_bytes": 1}}),
+    "predivide": ("dense", "Adam", {"wrap_options": {"gradient_predivide_factor": 2.0}}),
+    "passes": ("dense", "Adam", {"passes": 2, "config": {"global_clipnorm": 0.02}}),
+    "embedding": ("embedding", "Adam", {}),
+    "embedding, clipped": ("embedding", "Adam", {"config": {"global_clipnorm": 0.02}}),
+}  # fmt: skip
+
+
+@WORLDS
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(world: World, option: str) -> None:
+    kind, optimizer, options = OPTIONS[option]
+    options = dict(options)
+    assert_equivalent(
+        world, kind, optimizer, options.pop("config", {}), strategy=strategy_of(world), **options
+    )
+
+
+@WORLDS
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compression_is_close(world: World, compression: str) -> None:
+    options = {"wrap_options": {"compression": compression}, "strategy": strategy_of(world)}
+    assert_equivalent(world, "dense", "SGD", {"learning_rate": 0.1}, tolerance=2e-3, **options)
+
+
+@WORLDS
+def test_mixed_precision(world: World) -> None:
+    options = {"policy": "mixed_float16", "strategy": strategy_of(world)}
+    assert_equivalent(world, "dense", "SGD", {"learning_rate": 0.1}, tolerance=2e-3, **options)
+
+
+@WORLDS
+@pytest.mark.parametrize("order", ["loss scale outside", "loss scale inside"])
+def test_overflow_of_one_rank_skips_the_step_on_all(world: World, order: str) -> None:
+    results = world.call(bodies.call_under, strategy_of(world), "training:overflow_on_one_rank", [order])
+    ring = world.call(training.overflow_on_one_rank, order)
+    assert [result["history"] for result in results] == [result["history"] for result in ring]
+
+
+def assert_same_training(world: World, function: str, *args: Any) -> None:
+    module = {"fitting": fitting, "training": training}[function.split(":")[0]]
+    expected = in_one_process(getattr(module, function.split(":")[1]), *args)
+    results = world.call(bodies.call_under, strategy_of(world), function, list(args))
+    assert len({result["digest"] for result in results}) == 1, "ranks differ"
+    assert {result["iterations"] for result in results} == {expected["iterations"]}
+    assert max(results[0]["moved"]) > 1e-4
+    for actual, wanted in zip(results[0]["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-5, rtol=1e-5)
+
+
+@WORLDS
+@pytest.mark.parametrize("kind", ["apply", "apply_gradients", "apply eager"])
+def test_custom_loop(world: World, kind: str) -> None:
+    assert_same_training(world, "training:custom_loop", kind)
+
+
+@WORLDS
+def test_unequal_data(world: World) -> None:
+    plan = "fewer batches" if world.size == 2 else "ragged"
+    expected = in_one_process(fitting.uneven, plan, world.size, True, {})
+    results = world.call(
+        bodies.call_under, strategy_of(world), "fitting:uneven", [plan, world.size, False, {}]
+    )
+    assert len({result["digest"] for result in results}) == 1, "ranks differ"
+    assert {result["iterations"] for result in results} == {expected["iterations"]}
+    for actual, wanted in zip(results[0]["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-5, rtol=1e-5)
+
+
+@on(("horovod", 2))
+def test_a_rank_stops_and_all_stop(world: World) -> None:
+    assert_same_training(world, "fitting:stopping", "batch", {})
+
+
+@on(("horovod", 2))
+def test_a_rank_fails_and_all_train_again(world: World) -> None:
+    said = world.call(bodies.call_under, strategy_of(world), "fitting:failing", [{}])
+    for place in fitting.FAILURES:
+        assert said[1][place] == ("ValueError", f"raised in {place}") or place == "data"
+        assert said[0][place][0] == "PeerFailedError", (place, said[0][place])
+        assert said[0][f"{place}, then"] == said[1][f"{place}, then"]
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@on(("horovod", 2), ("tf", 4))
+def test_files_are_those_of_one_process(world: World, policy: str, tmp_path: Path) -> None:
+    """Each kind of save, read by plain Keras; a backup resumes; all ranks read what one wrote."""
+    strategy = "parameter_server(servers=2)"
+    tolerance = 1e-5 if policy == "float32" else 2e-3
+    alone = str(tmp_path / "alone")
+    expected = in_one_process(server_ranks.trained, "ring", alone, policy, 3)
+    results = world.call(server_ranks.trained, strategy, str(tmp_path / "all"), policy, 2)
+    assert {result["epochs"] for result in results} == {2}
+    results = world.call(server_ranks.trained, strategy, str(tmp_path / "all"), policy, 3)
+    assert {result["epochs"] for result in results} == {1}, "the backup of two epochs is there"
+    assert len({result["digest"] for result in results}) == 1
+    for result in results:
+        assert result["iterations"] == expected["iterations"]
+        for name in ("last", "best", "by_hand"):
+            for actual, wanted in zip(result[name], expected[name], strict=True):
+                np.testing.assert_allclose(actual, wanted, atol=tolerance, rtol=1e-4, err_msg=name)
+        again = [*result["weights"], *result["loaded again"]]
+        for actual, wanted in zip(again, result["last"], strict=True):
+            if actual is not None:
+                np.testing.assert_array_equal(actual, wanted)
+
+
+@on(("tf", 4))
+def test_slots_are_kept_once(world: World) -> None:
+    everything = 2 * 4 * (4 * 256 * 256 + 4 * 256)
+    for servers in (1, 4):
+        kept = world.call(server_ranks.slot_bytes, f"parameter_server(servers={servers})")
+        assert sum(mine for mine, _ in kept) == everything
+        assert max(mine for mine, _ in kept) == everything / servers
+        assert max(total - mine for mine, total in kept) < 1000, "stand-ins are small"
+
+
+@on(("tf", 2), ("tf", 4), ("horovod", 4))
+@pytest.mark.parametrize("kilobytes", [1024, 8192])
+def test_bytes(world: World, kilobytes: int) -> None:
+    size, payload = world.size, kilobytes * 1024
+    one = world.call(server_ranks.bytes_of_a_step, "parameter_server(servers=1)", kilobytes)
+    assert one == [
+        pytest.approx((size - 1) * payload, rel=0.03),
+        *[pytest.approx(payload, rel=0.03)] * (size - 1),
+    ]
+    all_ = world.call(server_ranks.bytes_of_a_step, f"parameter_server(servers={size})", kilobytes)
+    assert all_ == [pytest.approx(2 * (size - 1) / size * payload, rel=0.03)] * size
+
+
+def test_a_lone_save_is_an_error(fresh_world: Callable[..., World], tmp_path: Path) -> None:
+    world = fresh_world("tf", 2, timeout=5.0)
+    first, second = world.outcomes(
+        server_ranks.save_alone, "parameter_server(servers=2)", str(tmp_path / "x.keras")
+    )
+    assert first.kind == "CollectiveTimeoutError"
+    assert "saving the optimizer's state" in str(first.error)
+    assert second.value == "saved"

@@ -57,6 +57,14 @@ def test_digits_proves_that_it_equals_one_process(environment: dict[str, str], r
     assert "UserWarning" not in output
 
 
+def test_digits_on_parameter_servers(environment: dict[str, str]) -> None:
+    strategy = {"TFDIST_STRATEGY": "parameter_server(servers=2)"}
+    output = run(environment | strategy, "digits.py", "--epochs", "5")
+    proof = re.search(r"Proof: all 2 ranks hold fingerprint ([0-9a-f]{32});.* equal to those", output)
+    assert proof, output[-3000:]
+    assert "NOT" not in proof[0]
+
+
 def test_mnist_reaches_its_goal(environment: dict[str, str]) -> None:
     accuracy = re.search(r"held-out images: ([0-9.]+)%", run(environment, "mnist.py", "--epochs", "5"))
     assert accuracy

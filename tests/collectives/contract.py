@@ -1,6 +1,6 @@
 """The contract suite: what every engine must do, run in every world by `test_contract.py`.
 
-A new engine gets its world into `tests.worlds.USUAL` and passes these.
+A new engine gets its worlds into `tests.worlds.ALL` and passes these.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from tfdist import joining, joint_step, keras_compat, world
 from tfdist.accumulation import PassAccumulator
 from tfdist.collectives.base import ReduceOp
 from tfdist.compression import Compression
+from tfdist.errors import TfdistError
 from tfdist.gradients import DEFAULT_BUCKET_BYTES
 from tfdist.reduction_arguments import make_reducer
 from tfdist.strategies import choice
@@ -275,6 +276,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable's gradient to its rank: it is not combined with the other ranks'."""
+        if self._self_strategy.divides_state:
+            raise TfdistError(
+                f"Strategy {world.current().strategy} has one rank update each variable, and gives the others its "
+                'value, so no variable can be local. Use strategy="ring".'
+            )
         self._self_reducer.local_variables.add(id(variable))
 
     def __repr__(self) -> str:

@@ -86,6 +86,25 @@ def bytes_of_a_step(strategy: str, kilobytes: int) -> float:
     return (bytes_sent() - before) / 4
 
 
+def refusals(strategy: str) -> list[str]:
+    """What needs all gradients, or all values, on all ranks."""
+    import keras
+    import tensorflow as tf
+
+    said = []
+    for use in (
+        lambda: tfdist.DistributedOptimizer("sgd", op=tfdist.Adasum),
+        lambda: tfdist.DistributedOptimizer(keras.optimizers.SGD()).register_local_var(tf.Variable(0.0)),
+    ):
+        with bodies.under(strategy):
+            try:
+                use()
+                said.append("nothing")
+            except tfdist.TfdistError as error:
+                said.append(str(error))
+    return said
+
+
 def save_alone(strategy: str, path: str) -> str:
     """Only rank 0 saves what all keep a part of."""
     import keras

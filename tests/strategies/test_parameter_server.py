@@ -178,6 +178,13 @@ def test_bytes(world: World, kilobytes: int) -> None:
     assert all_ == [pytest.approx(2 * (size - 1) / size * payload, rel=0.03)] * size
 
 
+@on(("horovod", 2))
+def test_what_is_refused(world: World) -> None:
+    for adasum, local in world.call(server_ranks.refusals, "parameter_server"):
+        assert "Adasum combines whole gradients" in adasum
+        assert "no variable can be local" in local
+
+
 def test_a_lone_save_is_an_error(fresh_world: Callable[..., World], tmp_path: Path) -> None:
     world = fresh_world("tf", 2, timeout=5.0)
     first, second = world.outcomes(

@@ -42,6 +42,11 @@ class ParameterServer(Strategy):
 
     def __init__(self, reducer: GradientReducer, group: Group, *, servers: int = 1) -> None:
         super().__init__(reducer, group)
+        if reducer.op is ReduceOp.ADASUM:
+            raise TfdistError(
+                "op=tfdist.Adasum combines whole gradients on every rank, which parameter servers never see. Use "
+                'tfdist.Average, or strategy="ring".'
+            )
         self._servers = group.ranks[:servers]
         self._owners: dict[int, int] = {}
         self._stand_ins: dict[int, Any] = {}
@@ -200,10 +205,16 @@ class ParameterServer(Strategy):
         return total
 
     def _pull(self, variables: Sequence[Any], name: str, *, after: Sequence[Any] = ()) -> None:
-        watched = graph_watch.enter(f"{name}/values", [], self.group.ranks)[1]
+        what, watchdog = f"{name}/values", world.current().watchdog
+        assert watchdog is not None
+        if tf.executing_eagerly() and not watchdog.watching:
+            with watchdog.watch(what, self.group.ranks):
+                self._shards.pull(variables, name=name, group=self.group, after=after)
+            return
+        watched = graph_watch.enter(what, [], self.group.ranks)[1]
         self._shards.pull(variables, name=name, group=self.group, after=after)
         if watched:
-            graph_watch.leave(f"{name}/values", [])
+            graph_watch.leave(what, [])
 
 
 def _values(gradient: Any) -> Any:

@@ -33,6 +33,8 @@ class Contender:
         backend: engine, for contenders that use tfdist.
         needs: what must be installed, keys of `_HOW_TO_GET`.
         stoppable: whether it survives being stopped: TensorFlow's strategy counts silent workers as dead.
+        alone: whether it is one process.
+        strategy: tfdist's; `{np}` stands for the number of ranks.
     """
 
     label: str
@@ -40,8 +42,10 @@ class Contender:
     needs: tuple[str, ...] = ()
     stoppable: bool = True
     alone: bool = False
+    strategy: str = "ring"
 
 
+_ALL_SERVE = "parameter_server(servers={np})"
 # In this order, so that those who are compared follow each other.
 CONTENDERS = {
     "alone": Contender("Keras 3, one process", alone=True),
@@ -59,8 +63,17 @@ CONTENDERS = {
     "desync-check": Contender(
         "tfdist on Horovod, fit() with DesyncCheckCallback(100)", "horovod", ("Horovod",)
     ),
+    "servers-horovod": Contender(
+        "tfdist on Horovod, every rank a parameter server, fit()",
+        "horovod",
+        ("Horovod",),
+        strategy=_ALL_SERVE,
+    ),
+    "servers-tf": Contender(
+        "tfdist on TensorFlow's collectives, every rank a parameter server, fit()", "tf", strategy=_ALL_SERVE
+    ),
 }
-# The others explain the first ratio, and what callbacks cost.
+# The others explain the first ratio, and what callbacks and strategies cost.
 _USUAL = ("alone", "by-hand", "tfdist-horovod", "horovod-legacy", "tfdist-tf", "mwms-legacy")
 _CHECKING = ("callbacks", "desync-check")
 _CHECKS_EVERY = 100  # steps, the default of `DesyncCheckCallback`
@@ -74,6 +87,8 @@ _COMPARISONS = (
     ("horovod-in-apply", "by-hand", None),
     ("callbacks", "tfdist-horovod", 1.02),
     ("desync-check", "tfdist-horovod", 1.01),
+    ("servers-horovod", "tfdist-horovod", 1.15),
+    ("servers-tf", "tfdist-tf", 1.15),
 )
 
 
@@ -191,7 +206,9 @@ def _start(name: str, options: argparse.Namespace) -> World:
         1 if contender.alone else options.np,
         module="tfdist.bench.fit_ranks",
         options={"contender": name, "backend": contender.backend, **settings},
-        variables=(_LEGACY if "tf_keras" in contender.needs else {}) | report.thread_share(options.np),
+        variables=(_LEGACY if "tf_keras" in contender.needs else {})
+        | {"TFDIST_STRATEGY": contender.strategy.format(np=options.np)}
+        | report.thread_share(options.np),
         backend=contender.backend,
         stoppable=contender.stoppable,
         timeout=options.timeout,

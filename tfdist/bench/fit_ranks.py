@@ -284,4 +284,6 @@ _CONTENDERS: dict[str, Callable[[Channel, dict[str, Any]], None]] = {
     "horovod-legacy": _horovod_legacy,
     "tfdist-tf": _tfdist,
     "mwms-legacy": _mwms_legacy,
+    "servers-horovod": _tfdist,
+    "servers-tf": _tfdist,
 }

@@ -13,8 +13,10 @@ from tests.distributed import bodies, fitting, training
 from tests.distributed.equivalence import OPTIMIZERS, assert_equivalent, available
 from tests.strategies import server_ranks
 from tests.worlds import World, in_one_process, on
+from tfdist import cost
 
 WORLDS = on(("horovod", 2), ("tf", 4))
+LINK = cost.Link(latency=0.0, bandwidth=1e9)
 # One server at two ranks; at four two servers, and two ranks that keep nothing.
 SERVERS = {2: 1, 4: 2}
 
@@ -168,14 +170,17 @@ def test_slots_are_kept_once(world: World) -> None:
 @on(("tf", 2), ("tf", 4), ("horovod", 4))
 @pytest.mark.parametrize("kilobytes", [1024, 8192])
 def test_bytes(world: World, kilobytes: int) -> None:
+    """Those of the model on paper, and at servers=1 of every rank."""
     size, payload = world.size, kilobytes * 1024
+    assert cost.parameter_server(size, payload, LINK).sent == (size - 1) * payload
     one = world.call(server_ranks.bytes_of_a_step, "parameter_server(servers=1)", kilobytes)
     assert one == [
         pytest.approx((size - 1) * payload, rel=0.03),
         *[pytest.approx(payload, rel=0.03)] * (size - 1),
     ]
     all_ = world.call(server_ranks.bytes_of_a_step, f"parameter_server(servers={size})", kilobytes)
-    assert all_ == [pytest.approx(2 * (size - 1) / size * payload, rel=0.03)] * size
+    expected = cost.parameter_server(size, payload, LINK, servers=size).sent
+    assert all_ == [pytest.approx(expected, rel=0.03)] * size
 
 
 @on(("horovod", 2))

@@ -1,9 +1,10 @@
-"""Layers that know of the other ranks.
+"""Layers that know of the other ranks, and layers that need less memory.
 
-Importing this package registers them with Keras, so that `keras.models.load_model` finds them.
+Importing this package registers layers with Keras, so that `keras.models.load_model` finds them.
 """
 
 from tfdist.layers.conversion import sync_batch_norm
+from tfdist.layers.recomputing import recompute
 from tfdist.layers.sync_batch_normalization import SyncBatchNormalization
 
-__all__ = ["SyncBatchNormalization", "sync_batch_norm"]
+__all__ = ["SyncBatchNormalization", "recompute", "sync_batch_norm"]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist import joint_step, world
+from tfdist.layers.remembering import remembered
 from tfdist.operations import Sum, allreduce
 from tfdist.operations.agreement import begin, describe, run_engine
 from tfdist.process_sets import ProcessSet
@@ -67,8 +68,13 @@ def global_moments(
     local = _local_moments(inputs, axes, mask, idle=step is not None and step.idle)
     if step is None:
         return _combine(local, None, [], name, process_set)
+    share, message = remembered(lambda: _said_in(step))
+    return _combine(local, share, message, name, process_set)
+
+
+def _said_in(step: Any) -> tuple[Any, Any]:
     share = step.share()
-    return _combine(local, share, step.message(share), name, process_set)
+    return share, step.message(share)
 
 
 def _local_moments(inputs: Any, axes: Sequence[int], mask: Any, *, idle: bool) -> _Local:
@@ -105,7 +111,8 @@ def _combine(local: _Local, share: Any, message: Any, name: str, process_set: Pr
     message = tf.cast(message, dtype)
     parts = [*local, message]
     row = tf.concat(parts, 0)
-    call = begin("allgather", name, process_set, signature=f"moments {describe([row])}")
+    # Inside `recompute` the second run asks nobody, and takes what the ranks said in the first.
+    call = remembered(lambda: begin("allgather", name, process_set, signature=f"moments {describe([row])}"))
     engine, group = world.current().engine, call.group
 
     def gather(sent: Sequence[Any]) -> list[Any]:
@@ -115,7 +122,7 @@ def _combine(local: _Local, share: Any, message: Any, name: str, process_set: Pr
     @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
     def run(own_mean: Any, own_squares: Any) -> Any:
         sent = tf.concat([local.count, own_mean, own_squares, message], 0)[tf.newaxis]
-        (rows,) = run_engine(call, [sent], gather)
+        (rows,) = remembered(lambda: run_engine(call, [sent], gather))
         counts, means, squares, messages = tf.split(rows, [part.shape[0] for part in parts], 1)
         count = tf.reduce_sum(counts, 0)
         mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), count)

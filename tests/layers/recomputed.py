@@ -178,7 +178,7 @@ def plain(layer: Any) -> Any:
 def by_class(layer: Any) -> Any:
     """Recomputes as if the layer's class had been decorated."""
     kind = type(layer)
-    layer.__class__ = recompute(type(kind.__name__, (kind,), {}))
+    layer.__class__ = recompute(type(kind.__name__, (kind,), {"__module__": kind.__module__}))
     return layer
 
 

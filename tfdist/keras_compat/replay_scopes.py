@@ -60,9 +60,15 @@ class RecordingScope(keras.StatelessScope):  # type: ignore[misc, unused-ignore]
     def get_current_value(self, variable: Any) -> Any:
         """The value of `variable` in this run."""
         _refuse_inner_function(self._graph, variable)
-        if variable._value is not None and id(variable) not in self.state_mapping:
+        if variable._value is None:
+            raise ValueError(
+                f"What is recomputed can't make variables when it is called; received {_name(variable)}, which "
+                "was not there before. Make variables in `build` or `__init__`, and give random layers and "
+                "functions a keras.random.SeedGenerator that is an attribute of the layer."
+            )
+        if id(variable) not in self.state_mapping:
             raise UnknownVariable(variable)
-        return self.state_mapping.get(id(variable))
+        return self.state_mapping[id(variable)]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         """Keeps back what is assigned; later reads see it."""
@@ -152,10 +158,23 @@ def build_symbolically(call: Callable[..., Any], args: Any, kwargs: Any) -> None
 
 def state_of(layer: Any) -> list[Any]:
     """All variables that calling `layer` may read, as far as can be known before: its own, and the global seed."""
-    from keras.src.random.seed_generator import global_seed_generator
-
-    variables = [*layer.variables, global_seed_generator().state]
+    variables = [*layer.variables, *_global_seed()]
     return [variable for variable in variables if variable._value is not None]
+
+
+def _global_seed() -> list[Any]:
+    """The state of Keras's global seed, which is one for each thread, and is made when it is first needed.
+
+    Replicas run in threads of their own, where no variable can be made any more: there it may be missing.
+    """
+    from keras.src.random import seed_generator
+
+    if global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is None:
+        if tf.distribute.has_strategy():
+            return []
+        with tf.init_scope():
+            seed_generator.global_seed_generator()
+    return [seed_generator.global_seed_generator().state]
 
 
 def _graph() -> Any:

@@ -93,10 +93,7 @@ class _Replay:
         self, layer: Any, call: Callable[..., Any], arguments: TensorLeaves, variables: Sequence[Any]
     ) -> None:
         self._name = f"{type(layer).__name__} {layer.name!r}"
-        # A call that AutoGraph would have rewritten still is, in both runs, though this file is not.
-        self._call = tf.__internal__.autograph.tf_convert(
-            call, tf.__internal__.autograph.control_status_ctx()
-        )
+        self._call = call
         self._arguments = arguments
         self._weights = [variable for variable in variables if is_watched(variable)]
         self._state = [(variable, read(variable)) for variable in variables if not is_watched(variable)]

@@ -14,11 +14,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from tfdist.layers import remembering
 
 # Stateful by name only: they do the same again, or only look.
 _HARMLESS = frozenset([
-    "Assert", "Case", "CheckNumericsV2", "HashTableV2", "If", "LookupTableExportV2",
+    "Assert", "Case", "CheckNumerics", "CheckNumericsV2", "HashTableV2", "If", "LookupTableExportV2",
     "LookupTableFindV2", "LookupTableSizeV2", "MutableHashTableV2", "PartitionedCall",
     "Placeholder", "Print", "PrintV2", "StatefulCase", "StatefulPartitionedCall", "VarHandleOp",
     "VarIsInitializedOp", "VariableShape", "While",
@@ -33,11 +35,14 @@ def refusing_unreplayable(name: str) -> Iterator[None]:
     Args:
         name: what is recomputed, for the message.
     """
+    from tensorflow.python.eager import record
     from tensorflow.python.framework import op_callbacks
 
     seen: set[str] = set()
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    start = len(graph.get_operations()) if graph is not None else 0
 
-    def look(kind: Any, _: Any, __: Any, ___: Any, op_name: str | None = None, graph: Any = None) -> None:
+    def look(kind: Any, *_: Any, **__: Any) -> None:
         if remembering.is_asking():
             return
         kind = kind.decode() if isinstance(kind, bytes) else kind
@@ -45,14 +50,19 @@ def refusing_unreplayable(name: str) -> Iterator[None]:
             _search(kind, name, seen)
         else:
             _check(kind, name)
-            if graph is not None and kind.endswith("PartitionedCall"):
-                _search(graph.get_operation_by_name(op_name).get_attr("f").name, name, seen)
 
     op_callbacks.add_op_callback(look)
     try:
-        yield
+        # Eager operations may read a variable without one more operation, but tapes are told.
+        with record.VariableWatcher() as watcher:
+            yield
     finally:
         op_callbacks.remove_op_callback(look)
+    if watcher.watched_variables():
+        _check("ReadVariableOp", name)
+    # Calls of functions, and loops and branches, which hold functions, are not told everywhere.
+    for operation in graph.get_operations()[start:] if graph is not None else ():
+        _search_called(operation.node_def, name, seen)
 
 
 def _search(function: str, name: str, seen: set[str]) -> None:
@@ -64,10 +74,14 @@ def _search(function: str, name: str, seen: set[str]) -> None:
     seen.add(function)
     for node in context.context().get_function_def(function).node_def:
         _check(node.op, name)
-        for value in node.attr.values():
-            for called in (value.func.name, *(each.name for each in value.list.func)):
-                if called:
-                    _search(called, name, seen)
+        _search_called(node, name, seen)
+
+
+def _search_called(node: Any, name: str, seen: set[str]) -> None:
+    for value in node.attr.values():
+        for called in (value.func.name, *(each.name for each in value.list.func)):
+            if called:
+                _search(called, name, seen)
 
 
 def _definition_of(kind: str) -> Any:

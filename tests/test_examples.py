@@ -78,6 +78,12 @@ def test_sync_batch_norm_learns_in_sync(environment: dict[str, str]) -> None:
     assert float(accuracy[1]) >= 95
 
 
+def test_deep_network_learns_in_less_memory(environment: dict[str, str]) -> None:
+    accuracy = re.search(r"held-out digits: ([0-9.]+)%; all ranks hold", run(environment, "memory.py"))
+    assert accuracy
+    assert float(accuracy[1]) >= 95
+
+
 def test_custom_loop_learns_in_sync(environment: dict[str, str]) -> None:
     output = run(environment, "custom_loop.py", "--epochs", "8")
     losses = [float(loss) for loss in re.findall(r"Epoch \d: loss ([0-9.]+)", output)]

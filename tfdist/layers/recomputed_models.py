@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from tfdist.keras_compat.functional_graphs import Part, graph_of, parts_of, run_in_parts
 from tfdist.layers import cuts
+from tfdist.layers.decorating import is_recorded
 from tfdist.layers.kept_bytes import measure_chain
-from tfdist.layers.recomputing import is_recorded, recompute
+from tfdist.layers.recomputing import recompute
 from tfdist.layers.replay import replay
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

@@ -20,13 +20,20 @@ class _Current(threading.local):
     keep: tuple[list[Any], ...] = ()
     give: Iterator[Any] | None = None
     asking = False
+    forbidden: str | None = None
 
 
 _current = _Current()
 
 
 def remembered(compute: Callable[[], T]) -> T:
-    """`compute()`, or in a replay what it returned in the first run: tensors, constant to differentiation."""
+    """`compute()`, or in a replay what it returned in the first run: tensors, constant to differentiation.
+
+    Raises:
+        ValueError: where it is forbidden.
+    """
+    if _current.forbidden is not None:
+        raise ValueError(_current.forbidden)
     if _current.give is not None:
         result: T = next(_current.give)
     else:
@@ -64,3 +71,13 @@ def giving(results: list[Any]) -> Iterator[None]:
         yield
     finally:
         _current.keep, _current.give = before
+
+
+@contextlib.contextmanager
+def forbidding(reason: str) -> Iterator[None]:
+    """Inside, `remembered` raises a ValueError."""
+    before, _current.forbidden = _current.forbidden, reason
+    try:
+        yield
+    finally:
+        _current.forbidden = before

@@ -70,7 +70,25 @@ def replay(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, *, laye
     Raises:
         ValueError: `call` does what can't be done again.
     """
-    layers = list(layers) or [layer]
+    return knowing_variables(
+        layer,
+        list(layers) or [layer],
+        call,
+        args,
+        kwargs,
+        lambda variables: _Replay(layer, call, TensorLeaves((args, kwargs)), variables).run(),
+    )
+
+
+def knowing_variables(
+    layer: Any,
+    layers: Sequence[Any],
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    attempt: Callable[[list[Any]], Replayed],
+) -> Replayed:
+    """Calls `attempt` with all variables that `call` reads, which exist by then."""
     if layer not in _built and not all(each.built for owner in layers for each in owner._flatten_layers()):
         build_symbolically(call, args, kwargs)
     _built.add(layer)
@@ -78,7 +96,7 @@ def replay(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any, *, laye
         found = [variable for owner in layers for variable in state_of(owner)] + _also_read.get(layer, [])
         variables = list({id(variable): variable for variable in found}.values())
         try:
-            return _Replay(layer, call, TensorLeaves((args, kwargs)), variables).run()
+            return attempt(variables)
         except UnknownVariable as unknown:
             # It must be an explicit input, so the recording starts again.
             if any(unknown.variable is variable for variable in variables):

@@ -44,6 +44,11 @@ class TensorLeaves:
         )
 
 
+def holds_composite(structure: Any) -> bool:
+    """Whether there are sparse or ragged tensors in it."""
+    return any(isinstance(leaf, tf.__internal__.CompositeTensor) for leaf in keras.tree.flatten(structure))
+
+
 def _components(leaf: Any) -> list[Any]:
     parts: list[Any] = tf.nest.flatten(leaf, expand_composites=True)
     return [tf.convert_to_tensor(part) for part in parts]

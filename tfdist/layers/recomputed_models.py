@@ -8,7 +8,6 @@ Solution: nodes of the graph are weighed (`kept_bytes`), cut where little crosse
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,10 +18,9 @@ from tfdist.keras_compat.functional_graphs import Part, graph_of, parts_of, run_
 from tfdist.layers import cuts
 from tfdist.layers.decorating import is_recorded
 from tfdist.layers.kept_bytes import measure_chain
+from tfdist.layers.memory_sizes import bytes_of_text
 from tfdist.layers.recomputing import recompute
 from tfdist.layers.replay import replay
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def recompute_model(
@@ -92,7 +90,7 @@ def _plan(
 ) -> cuts.Plan:
     chain = measure_chain(functional, batch_size or 1)
     if memory is not None:
-        budget = _bytes(memory)
+        budget = bytes_of_text(memory)
         fixed = _bytes_of_state(model)
         plan = cuts.within(chain, budget - fixed)
         if plan is None:
@@ -139,13 +137,6 @@ def _recompute_named(model: Any, names: Sequence[str]) -> None:
         )
     for name in names:
         recompute(layers[name])
-
-
-def _bytes(memory: str | int) -> int:
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMG]?I?)B?\s*", str(memory), re.IGNORECASE)
-    if found is None:
-        raise ValueError(f'`memory` is a number of bytes, or text such as "4GB"; received {memory!r}.')
-    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def _bytes_of_state(model: Any) -> int:

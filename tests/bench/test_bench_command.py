@@ -20,7 +20,7 @@ from tfdist.errors import TfdistError
 def test_help_lists_the_subjects(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--help"]) == 0
     words = capsys.readouterr().out
-    assert all(f"\n  {subject} " in words for subject in ("fit", "allreduce", "latency", "start"))
+    assert all(f"\n  {subject} " in words for subject in ("fit", "allreduce", "latency", "memory", "start"))
 
 
 def test_no_subject_and_unknown_subject_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def branching() -> Any:
     """Two inputs, a mask that crosses cuts, a residual connection, plain operations, two outputs."""
     keras.utils.set_random_seed(4)
     x, tokens = keras.Input((6,)), keras.Input((3,), dtype="int32")
-    hidden = layers.Dropout(0.2)(layers.Dense(6, activation="tanh")(x))
+    hidden = layers.Dropout(0.2)(layers.Dense(6, activation="tanh", activity_regularizer="l2")(x))
     hidden = layers.BatchNormalization()(hidden) + x
     embedded = layers.Embedding(4, 5, mask_zero=True)(tokens)
     pooled = layers.GlobalAveragePooling1D()(layers.Dropout(0.1)(embedded))

@@ -78,4 +78,4 @@ NETWORKS: dict[str, Network] = {
     "residual": (residual, _batch(32, 32, 3)),
 }
 # Depth and rows of a batch.
-USUAL = {"mlp": (24, 8192), "transformer": (24, 64), "residual": (50, 32)}
+USUAL = {"mlp": (24, 16384), "transformer": (24, 64), "residual": (50, 32)}

@@ -1,7 +1,8 @@
 """One figure of `tfdist bench memory`, in a process of its own: `python -m tfdist.bench.memory_trial REQUEST`.
 
 REQUEST is a JSON object: `network`, `depth`, `rows`, `contender`, `jit`, `steps`. Prints one as its last line:
-`peak`, bytes above what the process had before the first step, and `seconds`, of each step after the first.
+`peak`, bytes above what the process had before the first step, and `seconds` and `cpu`, wall and processor time of
+each step after the first.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ def main() -> int:
     model.compile(keras.optimizers.SGD(1e-3), "mse", jit_compile=request["jit"])
     x, y = (tf.constant(part, tf.float32) for part in batch(request["rows"]))
     data = tf.data.Dataset.from_tensors((x, y)).repeat(request["steps"] + 1)
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []
     clock = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
+        on_train_batch_end=lambda batch, logs: ends.append((time.perf_counter(), time.process_time()))
     )
     memory = PeakMemory()
     with memory.measured():
         model.fit(data, verbose=0, callbacks=[clock])
-    seconds = [end - start for start, end in itertools.pairwise(ends)]
-    print(json.dumps({"peak": memory.peak, "seconds": seconds}))
+    seconds, cpu = (
+        [end - start for start, end in itertools.pairwise(moments)] for moments in zip(*ends, strict=True)
+    )
+    print(json.dumps({"peak": memory.peak, "seconds": seconds, "cpu": cpu}))
     return 0
 
 

@@ -139,6 +139,12 @@ def read(variable: Any) -> Any:
     return tf.convert_to_tensor(variable._value) if value is None else value
 
 
+def add_losses(layer: Any, losses: Sequence[Any]) -> None:
+    """`layer.add_loss`, which Functional models refuse, though layers in them have losses."""
+    for loss in losses:
+        keras.layers.Layer.add_loss(layer, loss)
+
+
 def is_watched(variable: Any) -> bool:
     """Whether tapes watch it by themselves."""
     return bool(variable._value.trainable)

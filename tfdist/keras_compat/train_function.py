@@ -140,7 +140,8 @@ def _joint_train_step(model: Any, hook: Hook) -> Iterator[None]:
     Keras takes the method when it makes the train function (older versions when they trace it), so it is replaced
     on the instance for just these moments.
     """
-    if "train_step" in model.__dict__:
+    before = model.__dict__.get("train_step")  # the user's, on the instance
+    if getattr(before, "is_joint", False):
         yield
         return
     train_step = model.train_step
@@ -149,11 +150,14 @@ def _joint_train_step(model: Any, hook: Hook) -> Iterator[None]:
         with hook.joint_step(model, data):
             return train_step(data)
 
+    joint_train_step.is_joint = True  # type: ignore[attr-defined]
     model.__dict__["train_step"] = joint_train_step
     try:
         yield
     finally:
         del model.__dict__["train_step"]
+        if before is not None:
+            model.__dict__["train_step"] = before
 
 
 def idle_step(model: Any, hook: Hook, spec: Any) -> Callable[[], None]:

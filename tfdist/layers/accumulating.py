@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tfdist.keras_compat.step_losses import tell_train_step
 from tfdist.layers.decorating import decorate
+from tfdist.layers.one_pass import step_in_slices
 from tfdist.layers.replay import Replayed
 from tfdist.layers.sliced_replay import replay_in_slices
 
@@ -17,11 +19,13 @@ def accumulate_gradients(layer: Any = None, *, steps: int) -> Any:
 
     Activations of one slice exist at a time, so their peak falls nearly `steps`-fold. What follows the layer sees
     the outputs of the whole batch: losses with any reduction, sample and class weights, masks, metrics, loss
-    scaling and the optimizer's one step are those of the whole batch. Each slice is computed twice, as by
-    `recompute`, which may be used for layers inside, too; for large models use both.
+    scaling and the optimizer's one step are those of the whole batch.
 
-    On a model, `fit()` and loops of one's own train as before; every rank of a `DistributedOptimizer` reduces
-    once a step. `backward_passes_per_step` of that accumulates over batches and can be used together with it.
+    A model that trains itself, with Keras's own `train_step` and losses that are means over the batch, does forward
+    and backward pass slice by slice. Everything else (layers, models within models, loops of one's own, sums, means
+    over sample weights, masked outputs) computes each slice twice, as `recompute` does. That may be used for layers
+    inside, too; for large models use both. Every rank of a `DistributedOptimizer` reduces once a step, and
+    `backward_passes_per_step` of that, which accumulates over batches, can be used together with it.
 
     BatchNormalization inside sees one slice at a time, as with a batch of that size, and updates its moving
     statistics for each; so results differ from the whole batch. Use GroupNormalization or LayerNormalization, or
@@ -62,9 +66,11 @@ def accumulate_gradients(layer: Any = None, *, steps: int) -> Any:
         raise ValueError(f"`steps` is a whole number of slices, at least 1; received {steps!r}.")
 
     def run(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Replayed:
-        return replay_in_slices(layer, call, args, kwargs, steps=steps)
+        found = step_in_slices(layer, call, args, kwargs, steps=steps)
+        return found or replay_in_slices(layer, call, args, kwargs, steps=steps)
 
     def decorator(layer: T) -> T:
-        return decorate(layer, "accumulate_gradients", run)
+        tell_train_step(decorate(layer, "accumulate_gradients", run))
+        return layer
 
     return decorator if layer is None else decorator(layer)

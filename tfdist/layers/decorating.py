@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from tfdist.keras_compat.replay_scopes import is_symbolic
+from tfdist.keras_compat.replay_scopes import add_losses, is_symbolic
 from tfdist.layers.replay import Replayed
 
 T = TypeVar("T")
@@ -83,8 +83,7 @@ def _decorated(call: Callable[..., Any], decorator: str, run: Run) -> Callable[.
                 _current.running = before
 
         outputs, losses = run(self, plain_call, args, kwargs)
-        for loss in losses:
-            self.add_loss(loss)
+        add_losses(self, losses)
         return outputs
 
     decorated_call._tfdist_decorators = _decorators(call) | {decorator}  # type: ignore[attr-defined]

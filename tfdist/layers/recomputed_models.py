@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.keras_compat.functional_graphs import Part, graph_of, parts_of, run_in_parts
+from tfdist.keras_compat.replay_scopes import add_losses
 from tfdist.layers import cuts
 from tfdist.layers.decorating import is_recorded
 from tfdist.layers.kept_bytes import measure_chain
@@ -119,8 +120,7 @@ def _cut(model: Any, functional: Any, plan: cuts.Plan) -> None:
         outputs, losses = replay(
             model, lambda *inputs: part.run(inputs, operation_fn), inputs, {}, layers=part.layers
         )
-        for loss in losses:
-            model.add_loss(loss)
+        add_losses(model, losses)
         result: Sequence[Any] = outputs
         return result
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -37,6 +37,7 @@ from tfdist.layers.remembering import giving, keeping
 from tfdist.layers.tensor_leaves import TensorLeaves
 from tfdist.layers.unreplayable import refusing_unreplayable
 
+T = TypeVar("T")
 # Variables of other layers that a layer turned out to read, such as a shared embedding.
 _also_read: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 # Layers that were given the chance to build what is inside them.
@@ -86,8 +87,8 @@ def knowing_variables(
     call: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    attempt: Callable[[list[Any]], Replayed],
-) -> Replayed:
+    attempt: Callable[[list[Any]], T],
+) -> T:
     """Calls `attempt` with all variables that `call` reads, which exist by then."""
     if layer not in _built and not all(each.built for owner in layers for each in owner._flatten_layers()):
         build_symbolically(call, args, kwargs)

@@ -62,7 +62,7 @@ def replay_in_slices(layer: Any, call: Callable[..., Any], args: Any, kwargs: An
     if tf.executing_eagerly():
         return _one_by_one(layer, call, arguments, slices)
     return knowing_variables(
-        layer, [layer], call, args, kwargs, lambda known: _Loops(layer, call, arguments, known, slices).run()
+        layer, [layer], call, args, kwargs, lambda known: Loops(layer, call, arguments, known, slices).run()
     )
 
 
@@ -91,7 +91,7 @@ def _check_outputs(layer: Any, leaves: TensorLeaves, outputs: Any) -> None:
         )
 
 
-class _Loops:
+class Loops:
     """One call of a layer inside a graph."""
 
     def __init__(
@@ -149,11 +149,14 @@ class _Loops:
 
             return results, second
 
-        results = list(first(*tensors, *(read(variable) for variable in self._weights)))
+        return self._take(first(*tensors, *(read(variable) for variable in self._weights)))
+
+    def _take(self, results: Sequence[Any]) -> Replayed:
+        """Assigns the last state, and gives the rest."""
         leaves, losses = len(self._outputs.tensors), len(self._losses)
         for (variable, _), value in zip(self._changing, results[leaves + losses :], strict=True):
             variable.assign(tf.stop_gradient(value))
-        return Replayed(self._outputs.filled(results[:leaves]), results[leaves : leaves + losses])
+        return Replayed(self._outputs.filled(results[:leaves]), list(results[leaves : leaves + losses]))
 
     def _forward(self, tensors: Sequence[Any], weights: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         """Joined outputs, averaged losses and the last state; and the state before each slice."""
@@ -190,11 +193,12 @@ class _Loops:
                 [tf.zeros([], dtype) for dtype in self._losses],
             ]
             _, state, befores, outputs, losses = self._loop(body, start)
-            joined = [
-                slices.joined(array, each.shape)
-                for array, each in zip(outputs, self._outputs.tensors, strict=True)
-            ]
-            return (*joined, *losses, *state), [array.stack() for array in befores]
+            return (*self._joined(outputs), *losses, *state), [array.stack() for array in befores]
+
+    def _joined(self, arrays: Sequence[Any]) -> list[Any]:
+        """The outputs of the whole batch."""
+        leaves = self._outputs.tensors
+        return [self._slices.joined(array, each.shape) for array, each in zip(arrays, leaves, strict=True)]
 
     def _backward(
         self,

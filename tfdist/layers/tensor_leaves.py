@@ -19,29 +19,31 @@ class TensorLeaves:
     """What is not a tensor in a structure, and where the tensors go.
 
     Attributes:
+        structure: as given.
         tensors: the tensors in `structure`, components of sparse and ragged ones, and masks.
+        masked: whether there are masks.
 
     Args:
         structure: anything; what isn't a tensor in it is kept as it is.
     """
 
     def __init__(self, structure: Any) -> None:
-        self._structure = structure
+        self.structure = structure
         self._leaves = keras.tree.flatten(structure)
         self.tensors: list[Any] = []
+        self.masked = False
         for leaf in self._leaves:
             if tf.is_tensor(leaf):
                 self.tensors += _components(leaf)
                 mask = getattr(leaf, _MASK, None)
                 if mask is not None:
                     self.tensors.append(mask)
+                    self.masked = True
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The structure with others in place of `self.tensors`."""
         values = iter(tensors)
-        return keras.tree.pack_sequence_as(
-            self._structure, [_replaced(leaf, values) for leaf in self._leaves]
-        )
+        return keras.tree.pack_sequence_as(self.structure, [_replaced(leaf, values) for leaf in self._leaves])
 
 
 def holds_composite(structure: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A deep network in less memory: cut into blocks that are computed again in the backward pass.
+"""A deep network in less memory: blocks are computed again in the backward pass, and batches come in slices.
 
 tfdist run -np 2 examples/memory.py
 """
@@ -42,6 +42,7 @@ def main() -> int:
     train, held_out = order[:1440], order[1440:]
 
     model = tfdist.layers.recompute_model(deep_network())
+    model = tfdist.layers.accumulate_gradients(model, steps=2)
     model.compile(
         tfdist.DistributedOptimizer(keras.optimizers.Adam(2e-3)),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -22,7 +22,7 @@ from tests.layers import recomputed
 from tests.layers.recomputed import plain
 from tests.source_tree import search_path
 from tests.worlds import World, in_one_process, on
-from tfdist.layers import recompute
+from tfdist.layers import accumulate_gradients, recompute
 
 FIT_MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -275,10 +275,28 @@ def test_export(tmp_path: Path) -> None:
     np.testing.assert_allclose(served.serve(x), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 
+@functools.cache
+def two_replicas() -> Any:
+    """One for all models: TensorFlow numbers collectives by strategy, and those of two would meet."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
 def mirrored_step(form: Callable[[Any], Any]) -> list[np.ndarray]:
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with two_replicas().scope():
         model = model_of(form)
         model.compile(keras.optimizers.SGD(0.01), "mse")
+    model.fit(*data(), batch_size=8, shuffle=False, verbose=0)
+    return [np.asarray(each) for each in model.get_weights()]
+
+
+def mirrored_slices(sliced: bool) -> list[np.ndarray]:
+    """Without normalization over the batch, which slices see a part of."""
+    keras.utils.set_random_seed(3)
+    with two_replicas().scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh"), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    if sliced:
+        accumulate_gradients(model, steps=2)
     model.fit(*data(), batch_size=8, shuffle=False, verbose=0)
     return [np.asarray(each) for each in model.get_weights()]
 
@@ -290,7 +308,10 @@ def test_mirrored_strategy() -> None:
         "cpu = tf.config.list_physical_devices('CPU')[0]\n"
         "tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)\n"
         "from tests.layers import test_recompute_training as tests\n"
-        "tests.assert_close(tests.mirrored_step(tests.recompute), tests.mirrored_step(tests.plain))\n"
+        "plain = tests.mirrored_step(tests.plain)\n"
+        "tests.assert_close(tests.mirrored_step(tests.recompute), plain)\n"
+        "sliced = tests.mirrored_slices(True)\n"
+        "tests.assert_close(sliced, tests.mirrored_slices(False))\n"
         "print('equal')\n"
     )
     environment = {**os.environ, "PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": "-1"}

@@ -58,9 +58,7 @@ def test_eager(rows: int) -> None:
 @pytest.mark.parametrize(
     ("rows", "steps", "options"),
     [
-        (12, 4, {"jit": False}),
         (ROWS, 4, {"jit": False}),
-        (2, 4, {"jit": False}),
         (ROWS, 4, {"jit": False, "dynamic": True}),
         (12, 4, {"jit": True, "dynamic": True}),
         (15, 4, {"jit": True}),
@@ -206,6 +204,11 @@ def test_one_pass_where_the_loss_is_a_mean(policy: str, monkeypatch: pytest.Monk
 def test_one_pass_under_xla() -> None:
     wanted = fitted_heads(heads(), jit_compile=True)
     assert_close(fitted_heads(accumulate_gradients(heads(), steps=4), jit_compile=True), wanted, 1e-5)
+
+
+def test_eager_fit_with_arrays() -> None:
+    wanted = fitted_heads(heads(), run_eagerly=True)
+    assert_close(fitted_heads(accumulate_gradients(heads(), steps=3), run_eagerly=True), wanted, 1e-5)
 
 
 def test_state_passes_from_slice_to_slice() -> None:

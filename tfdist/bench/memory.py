@@ -2,7 +2,8 @@
 
 Problem: a process that has once taken memory does not show how little it would do with.
 
-Solution: each figure is of a process of its own, and memory counts above the level before the first step.
+Solution: each figure is of a process of its own. Memory counts above the level after a step with a few rows, so
+graphs and compiled code don't count, and activations do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One figure of `tfdist bench memory`, in a process of its own: `python -m tfdist.bench.memory_trial REQUEST`.
 
 REQUEST is a JSON object: `network`, `depth`, `rows`, `contender`, `jit`, `steps`. Prints one as its last line:
-`peak`, bytes above what the process had before the first step, and `seconds` and `cpu`, wall and processor time of
-each step after the first.
+`peak`, bytes above what the process had after a first step with few rows, which traces and makes what stays; and
+`seconds` and `cpu`, wall and processor time of each step after the first of full size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 from tfdist.bench.memory_networks import NETWORKS
 from tfdist.layers.peak_memory import PeakMemory
 
+_FEW = 8  # rows
+
 
 def main() -> int:
     """Measures; see the module."""
@@ -28,15 +30,23 @@ def main() -> int:
     make, batch = NETWORKS[request["network"]]
     model = prepared(make(request["depth"], request["contender"] == "remat"), request["contender"])
     model.compile(keras.optimizers.SGD(1e-3), "mse", jit_compile=request["jit"])
-    x, y = (tf.constant(part, tf.float32) for part in batch(request["rows"]))
-    data = tf.data.Dataset.from_tensors((x, y)).repeat(request["steps"] + 1)
-    ends: list[tuple[float, float]] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: ends.append((time.perf_counter(), time.process_time()))
+    few, full = (
+        tf.data.Dataset.from_tensors(tuple(tf.constant(part, tf.float32) for part in batch(rows)))
+        for rows in (_FEW, request["rows"])
     )
+    ends: list[tuple[float, float]] = []
     memory = PeakMemory()
+
+    def end(number: int, logs: Any) -> None:
+        if number == 0:
+            memory.restart()
+        else:
+            ends.append((time.perf_counter(), time.process_time()))
+
     with memory.measured():
-        model.fit(data, verbose=0, callbacks=[clock])
+        clock = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+        # Concatenated, batches have no static size, so that one trace serves both.
+        model.fit(few.concatenate(full.repeat(request["steps"] + 1)), verbose=0, callbacks=[clock])
     seconds, cpu = (
         [end - start for start, end in itertools.pairwise(moments)] for moments in zip(*ends, strict=True)
     )

@@ -32,6 +32,11 @@ class PeakMemory:
         self._limit = limit
         self._start = resident_bytes()
 
+    def restart(self) -> None:
+        """Counts from what is resident now."""
+        self._start = resident_bytes()
+        self.peak = 0
+
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
         """Inside, it is measured."""

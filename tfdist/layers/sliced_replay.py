@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.keras_compat.replay_scopes import CallState, RecordingScope, ReplayScope, is_watched, read
@@ -48,6 +50,10 @@ def replay_in_slices(layer: Any, call: Callable[..., Any], args: Any, kwargs: An
     Raises:
         ValueError: no batch, outputs without it, sparse or ragged tensors, or what can't be done again.
     """
+    # In eager mode Functional models are called with arrays.
+    args, kwargs = keras.tree.map_structure(
+        lambda value: tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value, (args, kwargs)
+    )
     arguments = TensorLeaves((args, kwargs))
     if holds_composite((args, kwargs)):
         raise ValueError(

@@ -23,7 +23,7 @@ def sequential() -> Any:
     keras.utils.set_random_seed(4)
     hidden = [
         layer
-        for _ in range(4)
+        for _ in range(2)
         for layer in (layers.Dense(6), layers.BatchNormalization(), layers.Dropout(0.2))
     ]
     hidden[0] = layers.Dense(6, activity_regularizer="l2")

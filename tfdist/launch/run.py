@@ -304,7 +304,9 @@ def _parser() -> argparse.ArgumentParser:
         help="where to run; other hosts are left to horovodrun or mpirun",
     )
     add("--backend", choices=BACKENDS, help="engine of tfdist.init(); default: the script's choice")
-    add("--strategy", metavar="NAME", help="ring or parameter_server(servers=k); default: the script's choice")
+    add(
+        "--strategy", metavar="NAME", help="ring or parameter_server(servers=k); default: the script's choice"
+    )
     add("--timeout", type=_seconds, metavar="S", help="bound of every wait for another rank, in seconds")
     add("--output-dir", metavar="DIR", help="writes DIR/rank-N.log instead of to the screen")
     add("--verbose", action="store_true", help="shows TensorFlow's start-up messages")

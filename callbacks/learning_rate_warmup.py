@@ -59,8 +59,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         assert self.steps_per_epoch
         # The step counts as done, so that the last step of an epoch has a round value.
         done = epoch + 1 / self.steps_per_epoch
-        size = world.size()
-        return (1 + (size - 1) * min(1.0, done / self.warmup_epochs)) / size
+        replicas = world.replicas()
+        return (1 + (replicas - 1) * min(1.0, done / self.warmup_epochs)) / replicas
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)

@@ -47,8 +47,8 @@ def init(
             over MPI for `tfdist.add_process_set` later; the other engines need no preparation.
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
-        strategy: `ring`, or `parameter_server(servers=k)` with k = 1 by default. Default: the launcher's
-            `--strategy`, else `ring`.
+        strategy: `ring`, or `parameter_server(servers=k, dedicated=False)` with k = 1 by default. Default: the
+            launcher's `--strategy`, else `ring`.
         timeout: bound in seconds of every wait for another rank, start-up included. Default: the launcher's
             `--timeout`, else 300.
 
@@ -103,7 +103,8 @@ def init(
         control.on_failure(lambda error: engine.abort(str(error)))
         watchdog = Watchdog(control, engine.abort, timeout=timeout)
     _configure_devices(spec, environ)
-    world.install(world.World(spec, engine, control, strategy, timeout, everyone, watchdog))
+    dedicated = choice.dedicated(strategy) if spec.size > 1 else 0
+    world.install(world.World(spec, engine, control, strategy, timeout, everyone, watchdog, dedicated))
     if spec.size > 1:
         keras_compat.install(fit_hook.FitHook())
         _announce_crashes()

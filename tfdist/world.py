@@ -29,6 +29,7 @@ class World:
         timeout: bound in seconds of every wait for another rank.
         everyone: the group of all ranks.
         watchdog: bounds waits inside the engine; None at size 1.
+        dedicated: how many ranks, from the first on, compute no gradients.
     """
 
     spec: ClusterSpec
@@ -38,6 +39,7 @@ class World:
     timeout: float
     everyone: Group
     watchdog: Watchdog | None = None
+    dedicated: int = 0
 
 
 _current: World | None = None
@@ -100,7 +102,13 @@ def cross_size() -> int:
 
 def replicas() -> int:
     """How many ranks compute gradients: the factor between a rank's batch and the global batch."""
-    return current().spec.size
+    return current().spec.size - current().dedicated
+
+
+def replica() -> int | None:
+    """Number of this process among those that compute gradients; None if it does not."""
+    number = rank() - current().dedicated
+    return number if number >= 0 else None
 
 
 def backend() -> str:

@@ -68,7 +68,9 @@ def wrap(optimizer: Any, **options: Any) -> Any:
 def under(strategy: str) -> Iterator[None]:
     """Optimizers that are wrapped inside update by this strategy, whatever that of the world is."""
     before = world.current()
-    world.install(dataclasses.replace(before, strategy=choice.check(strategy, before.spec.size)))
+    dedicated = choice.dedicated(strategy) if before.spec.size > 1 else 0
+    strategy = choice.check(strategy, before.spec.size)
+    world.install(dataclasses.replace(before, strategy=strategy, dedicated=dedicated))
     try:
         yield
     finally:

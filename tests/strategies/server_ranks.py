@@ -51,6 +51,35 @@ def trained(strategy: str, folder: str, policy: str, epochs: int) -> dict[str, A
     return result
 
 
+def with_dedicated_servers(strategy: str, batch: int) -> dict[str, Any]:
+    """Trains, validates and evaluates on shards of which servers get nothing."""
+    import keras
+
+    keras.utils.set_random_seed(3)
+    model = models.dense()
+    x, y = models.data("dense")
+    with bodies.under(strategy):
+        model.compile(
+            bodies.wrap(keras.optimizers.Adam(0.01, global_clipnorm=0.1)),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+        before = bodies.weights_of(model)
+        replicas = tfdist.replicas()
+        history = model.fit(
+            tfdist.shard((x, y), batch_size=batch // replicas, shuffle=False),
+            validation_data=tfdist.shard((x[:50], y[:50]), batch_size=10, shuffle=False),
+            epochs=3,
+            verbose=0,
+            callbacks=tfdist.callbacks.default(),
+        ).history
+        evaluated = model.evaluate(
+            tfdist.shard((x, y), batch_size=7, shuffle=False), verbose=0, return_dict=True
+        )
+    result = bodies.outcome(model, before)
+    return result | {"history": history, "evaluated": evaluated, "replicas": replicas}  # fmt: skip
+
+
 def slot_bytes(strategy: str) -> tuple[int, int]:
     """Bytes of slots that this rank keeps, and of all its optimizer's variables."""
     import keras

@@ -22,8 +22,10 @@ def test_equal_strategies_are_written_alike() -> None:
         ("__import__('os').getpid()", "received"),
         ("parameter_server(servers=open('x'))", "received"),
         ("ring(servers=2)", "ring takes no options; received servers"),
-        ("parameter_server(k=2)", "takes servers=k; received k"),
-        ("parameter_server(servers=5)", "needs 1 <= k <= 4, the number of ranks; received 5"),
+        ("parameter_server(k=2)", "takes servers=k and dedicated=True or False; received k"),
+        ("parameter_server(servers=5)", "needs k <= 4 among 4 ranks; received 5"),
+        ("parameter_server(servers=4, dedicated=True)", "k <= 3 among 4 ranks, of which one must be left"),
+        ("parameter_server(dedicated=1)", "is True or False; received 1"),
         ("parameter_server(servers=0)", "received 0"),
         ("parameter_server(servers=True)", "received True"),
     ],
@@ -31,3 +33,13 @@ def test_equal_strategies_are_written_alike() -> None:
 def test_what_is_refused(text: str, message: str) -> None:
     with pytest.raises(TfdistError, match=message):
         choice.check(text, 4)
+
+
+def test_alone_any_number_of_servers_will_do() -> None:
+    assert choice.check("parameter_server(servers=3, dedicated=True)", 1).startswith("parameter_server(")
+
+
+def test_who_computes_gradients() -> None:
+    assert choice.dedicated("ring") == choice.dedicated("parameter_server(servers=3)") == 0
+    assert choice.dedicated("parameter_server(dedicated=True)") == 1
+    assert choice.dedicated("parameter_server(servers=3, dedicated=True)") == 3

@@ -157,6 +157,24 @@ def test_files_are_those_of_one_process(world: World, policy: str, tmp_path: Pat
                 np.testing.assert_array_equal(actual, wanted)
 
 
+@on(("horovod", 2), ("tf", 3), ("tf", 4))
+def test_dedicated_servers(world: World) -> None:
+    servers = {2: 1, 3: 1, 4: 2}[world.size]
+    strategy = f"parameter_server(servers={servers}, dedicated=True)"
+    expected = in_one_process(server_ranks.with_dedicated_servers, "ring", 24)
+    results = world.call(server_ranks.with_dedicated_servers, strategy, 24)
+    assert {result["replicas"] for result in results} == {world.size - servers}
+    assert len({result["digest"] for result in results}) == 1, "ranks differ"
+    for result in results:
+        assert result["iterations"] == expected["iterations"]
+        for name, values in {**expected["history"], **expected["evaluated"]}.items():
+            actual = {**result["history"], **result["evaluated"]}[name]
+            np.testing.assert_allclose(actual, values, rtol=1e-5, atol=1e-6, err_msg=name)
+        for actual, wanted in zip(result["weights"], expected["weights"], strict=True):
+            np.testing.assert_allclose(actual, wanted, atol=1e-5, rtol=0)
+    assert max(results[0]["moved"]) > 1e-4
+
+
 @on(("tf", 4))
 def test_slots_are_kept_once(world: World) -> None:
     everything = 2 * 4 * (4 * 256 * 256 + 4 * 256)

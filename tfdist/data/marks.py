@@ -51,6 +51,11 @@ def mark(dataset: Any, made: Mark) -> Any:
     return dataset
 
 
+def mark_like(dataset: Any, shard: Any) -> Any:
+    """Marks `dataset`, which was made of a shard, as that shard was; returns it."""
+    return mark(dataset, next(_marks[stage] for stage in upstream(shard) if stage in _marks))
+
+
 def is_sharded(data: Any) -> bool:
     """Whether `data` came from `tfdist.shard`, in a world of several ranks, transformed since or not."""
     if isinstance(data, ShardedPyDataset):

@@ -13,7 +13,7 @@ from tfdist import world
 from tfdist.data.agreement import agree
 from tfdist.data.arrays import array_facts, as_tensors, rows_of, shard_arrays
 from tfdist.data.datasets import dataset_facts, shard_dataset, shuffle_dataset
-from tfdist.data.marks import Mark, mark
+from tfdist.data.marks import Mark, mark, mark_like
 from tfdist.data.plan import REMAINDERS, Remainder, RowPlan
 from tfdist.data.py_datasets import py_dataset_facts, shard_py_dataset
 
@@ -84,8 +84,25 @@ def shard(
         The rank's block of a common permutation is what torch.utils.data.DistributedSampler does; it pads
         with repeated rows where this drops.
     """
-    here = world.current()
-    rank, ranks = here.spec.rank, world.replicas()
+    rank, ranks = world.replica(), world.replicas()
+    arguments: Any = {
+        "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "remainder": remainder,
+    }  # fmt: skip
+    if rank is None:  # a dedicated server reads nothing, but knows how a batch looks
+        return _nothing(_shard(data, 0, ranks, **arguments))
+    return _shard(data, rank, ranks, **arguments)
+
+
+def _shard(
+    data: Any,
+    rank: int,
+    ranks: int,
+    *,
+    batch_size: int | None,
+    shuffle: bool | int | None,
+    seed: int | None,
+    remainder: Remainder | None,
+) -> Any:
     _check_arguments(batch_size=batch_size, shuffle=shuffle, seed=seed, remainder=remainder)
     # Every rank draws, so that Python's generator stays in step; rank 0's draw counts.
     proposal = random.getrandbits(31) if seed is None else seed
@@ -97,7 +114,7 @@ def shard(
             # The seed must be known before the order can be described.
             common = agree(arguments, proposal=proposal)
             data = shuffle_dataset(data, shuffle=shuffle, seed=common)
-        if ranks == 1:
+        if world.size() == 1:
             return data
         agree(arguments | dataset_facts(data), proposal=proposal)
         dealt = shard_dataset(data, rank=rank, ranks=ranks, remainder=remainder or "drop")
@@ -126,7 +143,17 @@ def shard(
     )
     common = agree(arguments | array_facts(tensors), proposal=proposal)
     batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None)
-    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if ranks > 1 else batches
+    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if world.size() > 1 else batches
+
+
+def _nothing(shard: Any) -> Any:
+    if not isinstance(shard, tf.data.Dataset):
+        raise ValueError(
+            "A dedicated server has no data, and takes part in steps only if it knows how a batch looks, which a "
+            f"{type(shard).__name__} does not tell. Give tfdist.shard arrays or a tf.data.Dataset."
+        )
+    # Its end is found by reading: Keras refuses data of a known length of nothing.
+    return mark_like(shard.take(1).filter(lambda *_: False), shard)
 
 
 def _check_arguments(

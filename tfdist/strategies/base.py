@@ -35,6 +35,11 @@ class Strategy(abc.ABC):
         if options:
             raise TfdistError(f"Strategy {cls.name} takes no options; received {', '.join(options)}.")
 
+    @classmethod
+    def dedicated(cls, **options: Any) -> int:
+        """How many ranks, from the first on, compute no gradients."""
+        return 0
+
     @abc.abstractmethod
     def update(
         self,

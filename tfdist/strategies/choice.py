@@ -32,6 +32,12 @@ def check(text: str, ranks: int) -> str:
     return f"{name}({', '.join(f'{key}={options[key]!r}' for key in sorted(options))})"
 
 
+def dedicated(text: str) -> int:
+    """How many ranks, from the first on, compute no gradients under this strategy."""
+    name, options = _parse(text)
+    return _class_of(name).dedicated(**options)
+
+
 def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
     """The strategy for the ranks of a group.
 

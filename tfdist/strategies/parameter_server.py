@@ -5,7 +5,8 @@
 A step of N ranks for K bytes of gradients: with one server, the classical parameter server (Li et al. 2014), the
 server receives and sends (N-1)·K, every other rank K. With N servers each rank receives and sends 2(N-1)/N·K, as in
 a ring, but keeps only 1/N of the optimizer's slots (as in stage 1 of ZeRO, Rajbhandari et al. 2020). Servers train
-on their own data as well. The step is synchronous, so it equals one process with the global batch.
+on their own data as well, unless they are dedicated: then they take part in each step without data (`joint_step`).
+The step is synchronous, so it equals one process with the global batch.
 
 Owners need two numbers that no owner has alone: the norm of all gradients, where `global_clipnorm` is set, and
 whether all gradients are finite, where the loss is scaled. Both are summed over the ranks, if needed.
@@ -36,11 +37,14 @@ class ParameterServer(Strategy):
         reducer: combines gradients.
         group: the ranks that train together.
         servers: how many of them, from the first on, own variables.
+        dedicated: whether these only update, and compute no gradients.
     """
 
     name = "parameter_server"
 
-    def __init__(self, reducer: GradientReducer, group: Group, *, servers: int = 1) -> None:
+    def __init__(
+        self, reducer: GradientReducer, group: Group, *, servers: int = 1, dedicated: bool = False
+    ) -> None:
         super().__init__(reducer, group)
         if reducer.op is ReduceOp.ADASUM:
             raise TfdistError(
@@ -58,14 +62,28 @@ class ParameterServer(Strategy):
 
     @classmethod
     def check(cls, ranks: int, **options: Any) -> None:
-        unknown = set(options) - {"servers"}
+        unknown = set(options) - {"servers", "dedicated"}
         if unknown:
-            raise TfdistError(f"parameter_server takes servers=k; received {', '.join(sorted(unknown))}.")
-        servers = options.get("servers", 1)
-        if not isinstance(servers, int) or isinstance(servers, bool) or not 1 <= servers <= ranks:
             raise TfdistError(
-                f"parameter_server(servers=k) needs 1 <= k <= {ranks}, the number of ranks; received {servers!r}."
+                "parameter_server takes servers=k and dedicated=True or False; received "
+                f"{', '.join(sorted(unknown))}."
             )
+        servers, alone = options.get("servers", 1), options.get("dedicated", False)
+        if not isinstance(alone, bool):
+            raise TfdistError(f"parameter_server(dedicated=...) is True or False; received {alone!r}.")
+        if not isinstance(servers, int) or isinstance(servers, bool) or servers < 1:
+            raise TfdistError(f"parameter_server(servers=k) needs an integer k >= 1; received {servers!r}.")
+        # A script that is run alone just trains.
+        if ranks > 1 and servers > ranks - alone:
+            raise TfdistError(
+                f"parameter_server(servers=k) needs k <= {ranks - alone} among {ranks} ranks"
+                f"{', of which one must be left to compute gradients' if alone else ''}; received {servers}. Start "
+                "more ranks, or take fewer servers."
+            )
+
+    @classmethod
+    def dedicated(cls, **options: Any) -> int:
+        return int(options.get("servers", 1)) if options.get("dedicated") else 0
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         if self.group.size == 1:

@@ -68,6 +68,14 @@ def test_options(world: World, option: str) -> None:
     )
 
 
+@on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
+@pytest.mark.parametrize("servers", ["one", "all"])
+def test_everywhere(world: World, servers: str) -> None:
+    """Both ends of the range at every size on both engines, clipped by the norm of all gradients."""
+    strategy = f"parameter_server(servers={1 if servers == 'one' else world.size})"
+    assert_equivalent(world, "dense", "AdamW", {"global_clipnorm": 0.02}, strategy=strategy)
+
+
 @WORLDS
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_compression_is_close(world: World, compression: str) -> None:

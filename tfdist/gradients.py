@@ -117,7 +117,7 @@ class GradientReducer:
                 continue
             if id(variable) in self.local_variables:
                 (gradient,) = average.weigh([gradient])
-                reduced[i] = _scale(gradient, 1 / group.size) if self.scale_local else gradient
+                reduced[i] = scale(gradient, 1 / group.size) if self.scale_local else gradient
             elif not isinstance(gradient, tf.IndexedSlices):
                 dense.append(i)
             elif (
@@ -195,7 +195,7 @@ class GradientReducer:
             return []
         tensors = average.weigh(tensors)
         if self.predivide_factor != 1.0:
-            tensors = [_scale(tensor, 1 / self.predivide_factor) for tensor in tensors]
+            tensors = [scale(tensor, 1 / self.predivide_factor) for tensor in tensors]
         contexts: list[Any] = [None] * len(tensors)
         if self.compression is not None:
             pairs = [self.compression.compress(tensor) for tensor in tensors]
@@ -219,7 +219,7 @@ class GradientReducer:
         factor = self.predivide_factor
         if self.op is ReduceOp.AVERAGE and not mean:
             factor /= average.group.size
-        values = [_scale(value, factor) for value in values]
+        values = [scale(value, factor) for value in values]
         if self.op is ReduceOp.AVERAGE:
             values = average.correct(values)
         result: list[Any] = [None] * len(tensors)
@@ -239,7 +239,7 @@ class GradientReducer:
             total = self.transport.sum_rows(weighed, variable, name=name, group=group)
             if total is None or self.op is not ReduceOp.AVERAGE:
                 return total
-            (scaled,) = average.correct([_scale(total, 1 / group.size)])
+            (scaled,) = average.correct([scale(total, 1 / group.size)])
             return scaled
         table_rows = _table_shape(rows)[0]
         count = tf.shape(rows.indices, out_type=tf.int64)[:1]
@@ -256,7 +256,7 @@ class GradientReducer:
             summed = sum_duplicate_rows(tf.IndexedSlices(values, indices, rows.dense_shape))
             scaled = summed.values
             if self.op is ReduceOp.AVERAGE:
-                (scaled,) = average.correct([_scale(scaled, 1 / group.size)])
+                (scaled,) = average.correct([scale(scaled, 1 / group.size)])
             return summed.indices, scaled
 
         indices, values = tf.cond(number[0] >= table_rows, whole_table, gathered_rows)
@@ -384,11 +384,12 @@ def _bytes(tensor: tf.Tensor) -> int:
     return int((tensor.shape.num_elements() or 0) * tensor.dtype.size)
 
 
-def _scale(gradient: Any, factor: Any) -> Any:
+def scale(gradient: Any, factor: Any) -> Any:
+    """A gradient times a number."""
     if isinstance(factor, float) and factor == 1.0:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_scale(gradient.values, factor), gradient.indices, gradient.dense_shape)
+        return tf.IndexedSlices(scale(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
 
 

@@ -145,7 +145,7 @@ class _Step:
             `share`, for what is sent to depend on.
         """
         with tf.device(_CPU):
-            with tf.control_dependencies([_values(gradient)]):
+            with tf.control_dependencies([values_of(gradient)]):
                 noted = self._steps._entered.assign(self._steps._heard.read_value())
             with tf.control_dependencies([noted]):
                 return tf.identity(share)
@@ -224,7 +224,7 @@ def is_alone() -> bool:
 def weigh(gradients: Sequence[Any], share: Any) -> list[Any]:
     """Multiplies gradients by a rank's share: no work where it is 1, zeros even of NaN where it is 0."""
     ordinary = tf.equal(share, 1.0)
-    return [_with_values(gradient, _weighed(_values(gradient), share, ordinary)) for gradient in gradients]
+    return [with_values(gradient, _weighed(values_of(gradient), share, ordinary)) for gradient in gradients]
 
 
 def _weighed(values: Any, share: Any, ordinary: Any) -> Any:
@@ -236,11 +236,13 @@ def _weighed(values: Any, share: Any, ordinary: Any) -> Any:
     return tf.raw_ops.Merge(inputs=[same, changed]).output
 
 
-def _values(gradient: Any) -> Any:
+def values_of(gradient: Any) -> Any:
+    """The numbers of a gradient, dense or of some rows."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
 
 
-def _with_values(gradient: Any, values: Any) -> Any:
+def with_values(gradient: Any, values: Any) -> Any:
+    """A gradient for the same rows, of other numbers."""
     if not isinstance(gradient, tf.IndexedSlices):
         values.set_shape(gradient.shape)
         return values

@@ -381,17 +381,9 @@ def local_variables(optimizer: Any) -> set[int]:
 
 
 def _wrappers(optimizer: Any) -> list[DistributedOptimizer | None]:
-    """The wrappers that updates of `optimizer` go through; None for each part that has none.
-
-    Keras nests optimizers in two ways: `LossScaleOptimizer.inner_optimizer`, `MultiOptimizer.optimizers`.
-    """
-    if isinstance(optimizer, DistributedOptimizer):
-        return [optimizer]
-    parts = getattr(optimizer, "optimizers", None)
-    if isinstance(parts, list | tuple) and parts:
-        return [wrapper for part in parts for wrapper in _wrappers(part)]
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return _wrappers(inner) if inner is not None else [None]
+    """The wrappers that updates of `optimizer` go through; None for each part that has none."""
+    parts = keras_compat.innermost(optimizer, until=DistributedOptimizer)
+    return [each if isinstance(each, DistributedOptimizer) else None for each in parts]
 
 
 def _keras_optimizer(optimizer: Any) -> Any:

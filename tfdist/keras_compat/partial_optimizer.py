@@ -6,12 +6,13 @@ clipping needs the norm of all gradients.
 
 Solution: an optimizer is built on all variables, with a stand-in of a few bytes for each that another rank
 updates. So its variables have the same positions and names on all ranks, and in plain Keras. `_clip_gradients`
-(Keras >= 3.3) is replaced, while a step is traced, by one that is told the norm of all ranks' gradients.
+(Keras >= 3.3) is replaced, while a step is traced, by one that knows the norm of all ranks' gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,13 +70,18 @@ def kept_here(variable: Any) -> bool | None:
     return kept
 
 
-def innermost(optimizer: Any) -> list[Any]:
-    """The optimizers that update variables: inside of LossScaleOptimizer and MultiOptimizer."""
+def innermost(optimizer: Any, *, until: type | tuple[type, ...] = ()) -> list[Any]:
+    """The optimizers that update variables, or those of class `until` on the way to them.
+
+    Keras nests optimizers in two ways: `LossScaleOptimizer.inner_optimizer`, `MultiOptimizer.optimizers`.
+    """
+    if isinstance(optimizer, until):
+        return [optimizer]
     parts = getattr(optimizer, "optimizers", None)
     if isinstance(parts, list | tuple) and parts:
-        return [inner for part in parts for inner in innermost(part)]
+        return [inner for part in parts for inner in innermost(part, until=until)]
     inner = getattr(optimizer, "inner_optimizer", None)
-    return [optimizer] if inner is None else innermost(inner)
+    return [optimizer] if inner is None else innermost(inner, until=until)
 
 
 def scales_loss(optimizer: Any) -> bool:
@@ -89,34 +95,13 @@ def scales_loss(optimizer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def clipping_by(optimizer: Any, norm_of: Callable[[Sequence[Any]], Any]) -> Iterator[None]:
-    """Inside, `global_clipnorm` clips by `norm_of(gradients)`."""
+def clipping_by(optimizer: Any, clip: Callable[..., list[Any]]) -> Iterator[None]:
+    """Inside, `global_clipnorm` clips by `clip(gradients, limit=global_clipnorm)`."""
     clipped = [each for each in innermost(optimizer) if each.global_clipnorm and not each.clipnorm]
     for each in clipped:
-        each.__dict__["_clip_gradients"] = _clip(each.global_clipnorm, norm_of)
+        each.__dict__["_clip_gradients"] = functools.partial(clip, limit=each.global_clipnorm)
     try:
         yield
     finally:
         for each in clipped:
             del each.__dict__["_clip_gradients"]
-
-
-def _clip(limit: float, norm_of: Callable[[Sequence[Any]], Any]) -> Callable[[Sequence[Any]], list[Any]]:
-    import tensorflow as tf
-
-    def clip(gradients: Sequence[Any]) -> list[Any]:
-        present = [gradient for gradient in gradients if gradient is not None]
-        scale = limit / tf.maximum(norm_of(present), limit)
-        return [gradient if gradient is None else _times(gradient, scale) for gradient in gradients]
-
-    return clip
-
-
-def _times(gradient: Any, scale: Any) -> Any:
-    import tensorflow as tf
-
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            gradient.values * tf.cast(scale, gradient.dtype), gradient.indices, gradient.dense_shape
-        )
-    return gradient * tf.cast(scale, gradient.dtype)

@@ -10,6 +10,7 @@ from tfdist.collectives.base import Group
 from tfdist.errors import TfdistError
 from tfdist.gradients import GradientReducer
 from tfdist.strategies.base import Strategy
+from tfdist.strategies.ring import Ring
 
 # Name that the user writes -> class in the module of that name.
 STRATEGIES = {"ring": "Ring", "parameter_server": "ParameterServer"}
@@ -46,6 +47,8 @@ def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
     """
     name, options = _parse(text)
     _class_of(name).check(group.size, **options)
+    if group.size == 1:
+        return Ring(reducer, group)  # one rank has nothing to divide
     return _class_of(name)(reducer, group, **options)
 
 

@@ -23,11 +23,12 @@ import tensorflow as tf
 from tfdist import graph_watch, keras_compat, world
 from tfdist.collectives.base import Group, ReduceOp
 from tfdist.errors import TfdistError
-from tfdist.gradients import GradientReducer
+from tfdist.gradients import GradientReducer, scale
+from tfdist.joint_step import values_of, with_values
 from tfdist.strategies.base import Apply, Gradients, Strategy
 from tfdist.strategies.ownership import assign_owners
 from tfdist.strategies.shards import Shards
-from tfdist.variables import tensor_of
+from tfdist.variables import bytes_of, tensor_of
 
 
 class ParameterServer(Strategy):
@@ -57,8 +58,7 @@ class ParameterServer(Strategy):
         self._loaded: dict[int, Any] = {}
         self._zero: Any = None
         self._shards = Shards(self._owner_of, bucket_bytes=reducer.bucket_bytes)
-        if group.size > 1:
-            reducer.transport = self._shards
+        reducer.transport = self._shards
 
     @classmethod
     def check(cls, ranks: int, **options: Any) -> None:
@@ -86,14 +86,7 @@ class ParameterServer(Strategy):
         return int(options.get("servers", 1)) if options.get("dedicated") else 0
 
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        if self.group.size == 1:
-            optimizer.build(variables)
-            return
-        sizes = [
-            int(tf.TensorShape(each.shape).num_elements()) * tf.as_dtype(each.dtype).size
-            for each in variables
-        ]
-        owners = assign_owners(sizes, len(self._servers))
+        owners = assign_owners([bytes_of(variable) for variable in variables], len(self._servers))
         for variable, owner in zip(variables, owners, strict=True):
             self._owners[id(variable)] = self._servers[owner]
             self._stand_ins[id(variable)] = keras_compat.stand_in(variable)
@@ -114,8 +107,6 @@ class ParameterServer(Strategy):
         weighed_by: Any = None,
     ) -> Any:
         sums = self.reducer.reduce(gradients, variables, weighed_by=weighed_by)
-        if self.group.size == 1:
-            return apply(sums, variables)
         updated = [
             (gradient, variable)
             for gradient, variable in zip(sums, variables, strict=True)
@@ -127,18 +118,19 @@ class ParameterServer(Strategy):
         if keras_compat.scales_loss(optimizer):
             mine = self._spoil_unless_finite(mine, f"{name}/finite")
 
-        def norm_of(clipped: Sequence[Any]) -> Any:
-            squares = [tf.reduce_sum(tf.square(tf.cast(_values(each), tf.float32))) for each in clipped]
-            return tf.sqrt(self._sum(tf.add_n(squares), f"{name}/norm"))
+        def clip(gradients: Sequence[Any], limit: float) -> list[Any]:
+            squares = [tf.reduce_sum(tf.square(tf.cast(values_of(each), tf.float32))) for each in gradients]
+            norm = tf.sqrt(self._sum(tf.add_n(squares), f"{name}/norm"))
+            return [scale(each, limit / tf.maximum(norm, limit)) for each in gradients]
 
-        with keras_compat.clipping_by(optimizer, norm_of):
+        with keras_compat.clipping_by(optimizer, clip):
             apply(mine, of)
-        self._pull(variables, name, after=[_values(each) for each in gradients if each is not None])
+        self._pull(variables, name, after=[values_of(each) for each in gradients if each is not None])
         return None
 
     @property
     def divides_state(self) -> bool:
-        return self.group.size > 1
+        return True
 
     def gather(self, variables: Sequence[Any]) -> list[Any]:
         mine = [place for place, each in enumerate(variables) if keras_compat.kept_here(each)]
@@ -177,9 +169,6 @@ class ParameterServer(Strategy):
         self._loaded = {}
 
     def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        if self.group.size == 1:
-            optimizer.finalize_variable_values(variables)
-            return
         for each in keras_compat.innermost(optimizer):
             each.finalize_variable_values(each._trainable_variables)
             if each.use_ema:
@@ -206,17 +195,17 @@ class ParameterServer(Strategy):
             with tf.init_scope():
                 self._zero = tf.Variable(0.0, trainable=False, name="zero")
         # Not constants, on which a graph would begin before it has its data.
-        with tf.control_dependencies([_values(each) for each in gradients if each is not None]):
+        with tf.control_dependencies([values_of(each) for each in gradients if each is not None]):
             return [
                 (tf.fill(each.shape, tf.cast(self._zero.read_value(), each.dtype)), each) for each in chosen
             ]
 
     def _spoil_unless_finite(self, gradients: Sequence[Any], name: str) -> list[Any]:
         """Makes gradients NaN on all ranks if they are infinite or NaN on one: all skip the step."""
-        finite = [tf.reduce_all(tf.math.is_finite(_values(gradient))) for gradient in gradients]
+        finite = [tf.reduce_all(tf.math.is_finite(values_of(gradient))) for gradient in gradients]
         spoiled = self._sum(tf.cast(tf.logical_not(tf.reduce_all(tf.stack(finite))), tf.float32), name) > 0.0
         spoil = tf.where(spoiled, float("nan"), 0.0)
-        return [_plus(gradient, spoil) for gradient in gradients]
+        return [with_values(each, values_of(each) + tf.cast(spoil, each.dtype)) for each in gradients]
 
     def _sum(self, value: Any, name: str) -> Any:
         (total,) = world.current().engine.allreduce([value], ReduceOp.SUM, name=name, group=self.group)
@@ -233,14 +222,3 @@ class ParameterServer(Strategy):
         self._shards.pull(variables, name=name, group=self.group, after=after)
         if watched:
             graph_watch.leave(what, [])
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _plus(gradient: Any, number: Any) -> Any:
-    values = _values(gradient) + tf.cast(number, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return values

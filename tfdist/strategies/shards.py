@@ -16,7 +16,7 @@ from tfdist import operations, world
 from tfdist.collectives.base import Group
 from tfdist.collectives.sink import Sink
 from tfdist.gradients import fill_buckets, sum_duplicate_rows
-from tfdist.variables import tensor_of
+from tfdist.variables import bytes_of, tensor_of
 
 
 class Shards:
@@ -105,10 +105,8 @@ class Shards:
             group: the ranks that take part.
             after: see `Engine.exchange`.
         """
-        if group.size == 1:
-            return
         here = world.rank()
-        sizes = [_elements(variable) * tf.as_dtype(variable.dtype).size for variable in variables]
+        sizes = [bytes_of(variable) for variable in variables]
         for number, bucket in enumerate(fill_buckets(sizes, self._bucket_bytes)):
             chosen = [variables[place] for place in bucket]
             for dtype, places in _by_dtype(chosen).items():
@@ -148,9 +146,8 @@ class Shards:
             On the first rank the place and value of each variable that another rank keeps; nothing elsewhere.
         """
         first = group.ranks[0]
-        kept = self.tell(what, {str(place): list(variables[place].shape) for place in mine}, group=group)
-        senders = {rank: shapes for rank, shapes in kept.items() if rank != first}
-        routes = {(rank, first): shapes for rank, shapes in senders.items()}
+        kept = self.tell(what, _shapes(variables, mine), group=group)
+        routes = {(rank, first): shapes for rank, shapes in kept.items() if rank != first}
         values = {place: tensor_of(variables[place]) for place in mine}
         return self._carry(variables, routes, values, group=group, what=what)
 
@@ -171,9 +168,10 @@ class Shards:
         Returns:
             Place and value of each variable that this rank keeps and the root had; nothing on the root.
         """
-        kept = self.tell(what, {str(place): list(variables[place].shape) for place in mine}, group=group)
-        has = self.tell(f"{what}, root", bool(loaded), group=group)[root]
-        routes = {(root, rank): shapes for rank, shapes in kept.items() if rank != root and has}
+        told = self.tell(what, {"keeps": _shapes(variables, mine), "has": bool(loaded)}, group=group)
+        routes = {(root, rank): said["keeps"] for rank, said in told.items() if rank != root}
+        if not told[root]["has"]:
+            return []
         return self._carry(variables, routes, loaded, group=group, what=what)
 
     def tell(self, what: str, mine: Any, *, group: Group) -> dict[int, Any]:
@@ -239,6 +237,11 @@ class Shards:
         return owned
 
 
+def _shapes(variables: Sequence[Any], places: Sequence[int]) -> dict[str, list[int]]:
+    """Shapes by place, for the control channel."""
+    return {str(place): list(variables[place].shape) for place in places}
+
+
 def _by_dtype(tensors: Sequence[Any]) -> dict[Any, list[int]]:
     places: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -247,7 +250,7 @@ def _by_dtype(tensors: Sequence[Any]) -> dict[Any, list[int]]:
 
 
 def _elements(tensor: Any) -> int:
-    return int(tf.TensorShape(tensor.shape).num_elements())
+    return math.prod(tensor.shape)
 
 
 def _flat(tensors: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ from tfdist.variables.broadcast import (
     broadcast_variables,
     offset_seeds,
 )
-from tfdist.variables.listing import agree_on_list, describe, model_state, path_of, tensor_of
+from tfdist.variables.listing import agree_on_list, bytes_of, describe, model_state, path_of, tensor_of
 from tfdist.variables.sync import MOVING_STATISTICS, check_in_sync, differing_variables, fingerprint
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_model",
     "broadcast_variables",
+    "bytes_of",
     "check_in_sync",
     "describe",
     "differing_variables",

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdist import world
 from tfdist.operations import grouped_broadcast
@@ -21,6 +20,7 @@ from tfdist.process_sets import ProcessSet, global_process_set
 from tfdist.variables.listing import (
     agree_on_list,
     array_of,
+    bytes_of,
     common_variables,
     describe,
     require_built,
@@ -136,7 +136,7 @@ def _packs(variables: Sequence[Any]) -> Iterator[list[Any]]:
     used = 0
     for variable in variables:
         pack.append(variable)
-        used += int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size
+        used += bytes_of(variable)
         if used >= _PACK_BYTES:
             yield pack
             pack, used = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +74,11 @@ def seed_states(model: Any) -> list[Any]:
         if id(variable) not in weights and path_of(variable).endswith("seed_generator_state")
     ]
     return [*states, global_seed_generator().state]
+
+
+def bytes_of(variable: Any) -> int:
+    """Size of a `keras.Variable` or a `tf.Variable`."""
+    return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
 
 
 def tensor_of(variable: Any) -> Any:

@@ -1,15 +1,19 @@
 """What a training step costs to communicate, and to keep in memory, by strategy: models on paper. Pure.
 
-For N ranks, K bytes of weights (and as many of gradients), a latency of L seconds per message and B bytes a second
-in each direction of every rank's link:
+For N ranks, K bytes of weights (and as many of gradients), L seconds that a message costs whoever sends or receives
+it, and B bytes a second in each direction of every rank's link:
 
     strategy               a rank sends, at most       seconds for that
     ring                   2(N-1)/N · K                2(N-1) · (L + K/(N·B))
-    parameter_server, k    (N+k-2)/k · K               2(L + (N-1)·K/(k·B))
+    parameter_server, k    (N+k-2)/k · K               2(N-1) · (L + K/(k·B))
 
 In a ring, N-1 turns scatter sums and N-1 gather them, each a message of K/N. A server receives the gradients of the
 N-1 others for its K/k, then sends its values to them; the k servers work side by side, and links carry both
-directions at once. With one server that is 2(N-1)·K through one link; with N servers as much as in the ring.
+directions at once. With one server that is 2(N-1)·K through one link; with N servers as much as in the ring, in as
+many messages.
+
+All of them move 2(N-1)·K bytes in total. Ranks that share what moves them, as processes of one machine share its
+cores and its memory, therefore take the same time for that, whatever the strategy: `Link(shared=True)`.
 
 References: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; Thakur,
 Rabenseifner, Gropp 2005, "Optimization of collective communication operations in MPICH"; Li et al. 2014, "Scaling
@@ -26,12 +30,14 @@ class Link:
     """How fast a rank talks to others.
 
     Attributes:
-        latency: seconds for a message of no bytes.
+        latency: seconds that a message of no bytes costs.
         bandwidth: bytes a second, in each direction at once.
+        shared: whether all ranks have this one bandwidth between them, as processes of one machine do.
     """
 
     latency: float
     bandwidth: float
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if not (self.latency >= 0.0 and self.bandwidth > 0.0):
@@ -90,7 +96,7 @@ def ring(ranks: int, payload: float, link: Link) -> Traffic:
     _check(ranks, payload)
     turns = 2 * (ranks - 1)
     moved = turns / ranks * payload
-    return Traffic(moved, moved, turns * (link.latency + payload / ranks / link.bandwidth))
+    return Traffic(moved, moved, turns * link.latency + _transfer(ranks, payload, moved, link))
 
 
 def parameter_server(ranks: int, payload: float, link: Link, *, servers: int = 1) -> Traffic:
@@ -108,8 +114,9 @@ def parameter_server(ranks: int, payload: float, link: Link, *, servers: int = 1
     """
     _check(ranks, payload, servers)
     moved = (ranks + servers - 2) / servers * payload
-    half = (ranks - 1) * payload / servers / link.bandwidth
-    return Traffic(moved, moved, 2 * (link.latency + half) if ranks > 1 else 0.0)
+    messages = 2 * (ranks - 1)
+    at_a_server = messages / servers * payload
+    return Traffic(moved, moved, messages * link.latency + _transfer(ranks, payload, at_a_server, link))
 
 
 def ring_memory(payload: float, *, slots: float = 2.0) -> Memory:
@@ -140,6 +147,11 @@ def parameter_server_memory(
         Memory(payload, payload + (ranks - 1) * share, slots * share),
         Memory(payload, payload, 0.0),
     )
+
+
+def _transfer(ranks: int, payload: float, at_the_busiest: float, link: Link) -> float:
+    """Seconds in which the busiest rank's bytes pass, or all ranks' through a link that they share."""
+    return (2 * (ranks - 1) * payload if link.shared else at_the_busiest) / link.bandwidth
 
 
 def _check(ranks: int, payload: float, servers: int = 1) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import require
-from tfdist import bench, cli
-from tfdist.bench import allreduce, engines, fit, latency, report, start
+from tfdist import bench, cli, cost
+from tfdist.bench import allreduce, comm, engines, fit, latency, report, start
 from tfdist.bench.worlds import ContenderError
 from tfdist.errors import TfdistError
 
@@ -20,7 +20,9 @@ from tfdist.errors import TfdistError
 def test_help_lists_the_subjects(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--help"]) == 0
     words = capsys.readouterr().out
-    assert all(f"\n  {subject} " in words for subject in ("fit", "allreduce", "latency", "memory", "start"))
+    assert all(
+        f"\n  {subject} " in words for subject in ("fit", "allreduce", "comm", "latency", "memory", "start")
+    )
 
 
 def test_no_subject_and_unknown_subject_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +43,8 @@ def test_no_subject_and_unknown_subject_are_usage_errors(capsys: pytest.CaptureF
         ["allreduce", "-np", "1"],
         ["allreduce", "--sizes", "1.5MB"],
         ["allreduce", "--only", "nccl"],
+        ["comm", "-np", "1"],
+        ["comm", "--engine", "nccl"],
         ["latency", "--repeat", "-3"],
         ["start", "--timeout", "0"],
         ["start", "--fast"],
@@ -165,6 +169,53 @@ def test_added_table() -> None:
     ]  # fmt: skip
 
 
+# Two ranks and four, 1 and 16 MB, by a link of 1 ms and 1 GB/s that all share; one server takes twice as long.
+_LINK = cost.Link(1e-3, 1e9, shared=True)
+_UPDATES: comm.Figures = {
+    ranks: {
+        strategy: {
+            size << 20: (1 + (strategy == comm.ONE)) * cost.ring(ranks, size << 20, _LINK).seconds
+            for size in (0, 1, 16)
+        }
+        for strategy in (comm.RING, comm.ONE, comm.ALL)
+    }
+    for ranks in (2, 4)
+}
+
+
+def test_link_is_fitted_to_the_ring_of_the_fewest() -> None:
+    link = comm.fit_link(_UPDATES, smallest=0, largest=16 << 20)
+    assert link.shared
+    assert (link.latency, link.bandwidth) == (pytest.approx(1e-3), pytest.approx(1e9))
+
+
+def test_updates_stand_beside_the_model() -> None:
+    sent = {
+        ranks: {
+            strategy: {1 << 20: comm.predicted(strategy, ranks, 1 << 20, _LINK).sent}
+            for strategy in strategies
+        }
+        for ranks, strategies in _UPDATES.items()
+    }
+    lines = comm.comm_table(sent, _UPDATES, 1 << 20, _LINK).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["2, ring", "1.00", "1.00", "1.000", "4.10", "4.10"]
+    assert cells[4] == ["4, parameter_server(servers=1)", "3.00", "3.00", "1.000", "24.58", "12.29"]
+    assert cells[5][:2] == ["4, parameter_server(servers=N)", "1.50"]
+
+
+def test_plot_shows_measured_and_model(tmp_path: Path) -> None:
+    mpl = pytest.importorskip("matplotlib")
+    from tfdist.bench.comm_plot import draw
+
+    file = tmp_path / "plot.svg"
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        draw(_UPDATES, 16 << 20, _LINK, cost.Link(5e-5, 1.25e9), file)
+    words = file.read_text()
+    for text in ("ring, measured", "parameter_server(servers=N)", "16.0 MB", "1024", "1.25 GB/s"):
+        assert text in words, text
+
+
 def test_plot_shows_every_engine_and_limit(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tfdist.bench.allreduce_plot import draw
@@ -233,6 +284,16 @@ def test_allreduce_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert _positive(figures["tcp"], count=2)
     assert _positive(figures["copy"], count=2)
     assert "| 64 KB |" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_comm_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-np", "2", "--engine", "tf", "--rounds", "1", "--sizes", "1MB"]
+    figures = _run(tmp_path, "comm", *words)
+    for by_size in figures["sent"]["2"].values():
+        assert by_size[str(22 * 48 << 10)] == pytest.approx(22 * 48 << 10, rel=0.03)
+    assert set(figures["seconds"]["2"]) == {comm.RING, comm.ONE, comm.ALL}
+    assert "| 2, parameter_server(servers=N) |" in capsys.readouterr().out
 
 
 def test_latency_smoke(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.collectives.byte_counter import bytes_sent
 from tests.worlds import World, on
+from tfdist.bench.sent_bytes import bytes_sent
 
 PAYLOAD = 24 * 2**20  # large, so that headers and heartbeats don't count; divisible by 2, 3 and 4 ranks
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 import tfdist
-from tests.collectives.byte_counter import bytes_sent
 from tests.distributed import bodies, models
 from tfdist import keras_compat
+from tfdist.bench.sent_bytes import bytes_sent
 
 
 def trained(strategy: str, folder: str, policy: str, epochs: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.bench import report
 from tfdist.bench.engines import ENGINES, UNSPLIT, EngineWorld, available_engines, select
-from tfdist.bench.figures import bus_bandwidth, describe_size, parse_size, table
+from tfdist.bench.figures import bus_bandwidth, describe_size, table
 from tfdist.bench.limits import copy_bandwidth, tcp_bandwidth
 from tfdist.bench.machine import free_memory, load
 from tfdist.bench.worlds import World, closing_all
@@ -160,18 +160,18 @@ def _repeats(world: World, number: int) -> int:
     return max(1, min(_MOST_REPEATS, round(_TURN / trial)))
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"needs sizes like 64KB or 16MB: {error}") from error
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = report.parser("allreduce", "Bus bandwidth of all-reduce by engine and size of the tensor.")
     add = parser.add_argument
     add("-np", "--np", nargs="+", type=report.at_least(2), default=[2, 4], metavar="N", help="ranks (2 4)")
-    add("--sizes", nargs="+", type=_size, default=list(_SIZES), metavar="K", help="1KB to 256MB by default")
+    add(
+        "--sizes",
+        nargs="+",
+        type=report.size,
+        default=list(_SIZES),
+        metavar="K",
+        help="1KB to 256MB by default",
+    )
     add("--rounds", type=report.at_least(1), default=9, metavar="R", help="rounds (9)")
     add("--plot", type=pathlib.Path, metavar="FILE", help="draw the figures into FILE (.png, .svg, .pdf)")
     add("--only", nargs="+", choices=ENGINES, metavar="ENGINE", help=f"of {', '.join(ENGINES)}")

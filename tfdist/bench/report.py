@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfdist.bench.figures import parse_size
 from tfdist.bench.machine import describe_machine, load, usable_cores
 
 
@@ -36,6 +37,14 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def size(text: str) -> int:
+    """A converter for argparse: bytes, as in 64KB."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"needs sizes like 64KB or 16MB: {error}") from error
 
 
 def introduce(subject: str) -> None:

@@ -1,6 +1,7 @@
 # `make demo` and `make test` do all set-up in .venv, on a machine with Python, g++ and make.
 #   make demo          train on 2 processes and prove that it equals one
-#   make test          lint, types and the whole suite, Horovod included
+#   make test          lint, types and the suite, Horovod included
+#   make test-all      the same with every combination of engine, world size and option: twice as long
 #   make test-oldest   the suite on the oldest supported TensorFlow, in .venv-oldest
 #   make constraints   refresh the pinned versions in constraints/
 #   make bench         measure what BENCHMARKS.md reports
@@ -13,12 +14,15 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PACKAGE := setup.cfg pyproject.toml $(CONSTRAINTS)
 
-.PHONY: demo test test-oldest lint suite horovod bench constraints clean
+.PHONY: demo test test-all test-oldest lint suite horovod bench constraints clean
 
 demo: $(VENV)/.demo
 	$(BIN)/tfdist run -np 2 --backend tf examples/digits.py
 
 test: lint suite
+
+test-all:
+	$(MAKE) test PYTEST_OPTIONS=--thorough
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -26,7 +30,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 suite: $(VENV)/.test horovod
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 horovod: $(VENV)/.test
 	$(BIN)/tfdist build-horovod --with $(HOROVOD_FEATURES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from tests.worlds import USUAL, World
 
 expose_callbacks()
 os.environ["PYTHONPATH"] = search_path()
+gc.set_threshold(100_000)  # as in `tests.lean`
 # A shell starts background jobs with Ctrl-C ignored, nohup ignores the hang-up, and every child inherits it;
 # tests of signals need the usual.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -92,8 +94,19 @@ def require(backend: str) -> None:
             pytest.skip(f"no usable Horovod: {build.problem if build else 'not installed'}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups tests by world, so that each world starts once, and marks them; otherwise the order stays."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run also the tests marked `thorough`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out `thorough` tests that nobody asked for, and groups the others by world.
+
+    Each world starts once, its tests are marked; otherwise the order stays.
+    """
+    asked = config.option.thorough or config.option.markexpr or any("::" in each for each in config.args)
+    if not asked:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
     def place(item: pytest.Item) -> tuple[int, str, int]:
         call = getattr(item, "callspec", None)

@@ -295,9 +295,11 @@ def _importable_module(function: Callable[..., Any]) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def on(*worlds: tuple[str, int]) -> pytest.MarkDecorator:
-    """Runs a test in these (backend, size) instead of the usual worlds."""
-    return pytest.mark.parametrize("world", worlds, indirect=True, ids=[f"{b}{s}" for b, s in worlds])
+def on(*worlds: tuple[str, int], thorough: Sequence[tuple[str, int]] = ()) -> pytest.MarkDecorator:
+    """Runs a test in these (backend, size) instead of the usual worlds; with `--thorough` also in the others."""
+    cases = [pytest.param(each, id=f"{each[0]}{each[1]}") for each in worlds]
+    cases += [pytest.param(each, id=f"{each[0]}{each[1]}", marks=pytest.mark.thorough) for each in thorough]
+    return pytest.mark.parametrize("world", cases, indirect=True)
 
 
 everywhere = on(*ALL)

@@ -17,7 +17,7 @@ PACKAGES = {"tfdist": ROOT / "tfdist", "tfdist.callbacks": ROOT / "callbacks"}
 # A module imports only from lower layers. Members of one layer don't import each other; files of one folder
 # import each other only without cycles.
 LAYERS: list[set[str]] = [
-    {"tfdist", "errors", "checkpoint"},
+    {"tfdist", "errors", "checkpoint", "resources"},
     {"cluster", "cost", "keras_compat"},
     {"collectives", "control"},
     {"world"},

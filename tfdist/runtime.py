@@ -15,7 +15,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 
-from tfdist import cluster, fit_hook, joint_step, keras_compat, world
+from tfdist import cluster, fit_hook, joint_step, keras_compat, resources, world
 from tfdist.collectives import select
 from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
@@ -234,16 +234,12 @@ def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str]) ->
             tf.config.set_visible_devices([gpu], "GPU")
             tf.config.experimental.set_memory_growth(gpu, True)
     with contextlib.suppress(RuntimeError):
-        share = max(1, _cores() // spec.local_size)
+        share = max(1, resources.usable_cores() // spec.local_size)
         threading = tf.config.threading
         if "TF_NUM_INTRAOP_THREADS" not in environ and not threading.get_intra_op_parallelism_threads():
             threading.set_intra_op_parallelism_threads(share)
         if "TF_NUM_INTEROP_THREADS" not in environ and not threading.get_inter_op_parallelism_threads():
             threading.set_inter_op_parallelism_threads(max(2, share))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _crash: str | None = None

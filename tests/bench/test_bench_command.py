@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import require
-from tfdist import bench, cli, cost
+from tfdist import bench, cli, cost, resources
 from tfdist.bench import allreduce, comm, engines, fit, latency, report, start
 from tfdist.bench.worlds import ContenderError
 from tfdist.errors import TfdistError
@@ -101,7 +101,7 @@ def test_engine_that_is_not_here() -> None:
 
 
 def test_too_little_memory_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allreduce, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(resources, "free_memory", lambda: 10**9)
     monkeypatch.setattr(engines.EngineWorld, "start", lambda *_, **__: pytest.fail("started"))
     with pytest.raises(
         TfdistError, match=r"4 ranks need some 9\.4 GB for tensors of 256 MB, and 1\.0 GB are"
@@ -121,7 +121,7 @@ def test_engines_share_the_memory_or_take_it_in_turn(
         return {engine.label: {1 << 28: [1.0]} for engine in engines}
 
     monkeypatch.setattr(allreduce, "_measure_together", measure)
-    monkeypatch.setattr(allreduce, "free_memory", lambda: gigabytes * 10**9)
+    monkeypatch.setattr(resources, "free_memory", lambda: gigabytes * 10**9)
     monkeypatch.setattr(allreduce, "tcp_bandwidth", lambda: 1e9)
     monkeypatch.setattr(allreduce, "copy_bandwidth", lambda: 1e9)
     both = [engines.EngineWorld("tf", "one"), engines.EngineWorld("horovod", "other")]
@@ -147,7 +147,7 @@ def test_ratios_need_both_sides() -> None:
 
 
 def test_threads_are_divided_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "usable_cores", lambda: 8)
+    monkeypatch.setattr(resources, "usable_cores", lambda: 8)
     assert report.thread_share(4)["TF_NUM_INTRAOP_THREADS"] == "2"
 
 

@@ -8,11 +8,12 @@ import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 
+from tfdist import resources
 from tfdist.bench import report
 from tfdist.bench.engines import ENGINES, UNSPLIT, EngineWorld, available_engines, select
 from tfdist.bench.figures import bus_bandwidth, describe_size, table
 from tfdist.bench.limits import copy_bandwidth, tcp_bandwidth
-from tfdist.bench.machine import free_memory, load
+from tfdist.bench.machine import load
 from tfdist.bench.worlds import World, closing_all
 from tfdist.errors import TfdistError
 
@@ -115,12 +116,12 @@ def require_matplotlib() -> None:
 
 def _measure(engines: Sequence[EngineWorld], size: int, options: argparse.Namespace) -> Seconds:
     """In turns if the memory suffices for all engines' worlds at once, else one engine after the other."""
-    if memory_for(len(engines), size, options.sizes) > 0.8 * free_memory() > 0:
+    if memory_for(len(engines), size, options.sizes) > 0.8 * resources.free_memory() > 0:
         one = memory_for(1, size, options.sizes)
-        if one > 0.8 * free_memory():
+        if one > 0.8 * resources.free_memory():
             raise TfdistError(
                 f"{size} ranks need some {one / 1e9:.1f} GB for tensors of {describe_size(max(options.sizes))}, "
-                f"and {free_memory() / 1e9:.1f} GB are free: choose smaller --sizes or fewer ranks (-np)."
+                f"and {resources.free_memory() / 1e9:.1f} GB are free: choose smaller --sizes or fewer ranks (-np)."
             )
         print("Too little memory for all engines at once: they are measured one after the other.")
         result: dict[str, Mapping[int, Sequence[float]]] = {}

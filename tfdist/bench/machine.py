@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tfdist
+from tfdist import resources
 from tfdist.collectives.horovod_probe import installed_horovod, installed_tensorflow
 
 
@@ -18,8 +19,8 @@ def describe_machine() -> dict[str, Any]:
     horovod, tensorflow = installed_horovod(), installed_tensorflow()
     return {
         "CPU": _cpu_model(),
-        "cores": usable_cores(),
-        "memory": f"{_memory() / 2**30:.0f} GiB" if _memory() else "unknown",
+        "cores": resources.usable_cores(),
+        "memory": _memory(),
         "system": f"{platform.system()} {re.sub(r'[^0-9.].*', '', platform.release())}",
         "Python": platform.python_version(),
         "TensorFlow": " ".join(tensorflow) if tensorflow else "none",
@@ -28,16 +29,6 @@ def describe_machine() -> dict[str, Any]:
         "Horovod": f"{horovod.version} ({', '.join(sorted(horovod.features))})" if horovod else "none",
         "tfdist": tfdist.__version__,
     }
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_memory() -> int:
-    """Bytes that new processes can take without swapping; 0 if unknown."""
-    return _memory_line("MemAvailable")
 
 
 def load() -> float:
@@ -54,16 +45,12 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> int:
-    return _memory_line("MemTotal")
-
-
-def _memory_line(name: str) -> int:
+def _memory() -> str:
     meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return 0
-    match = re.search(rf"^{name}:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
+    match = (
+        re.search(r"^MemTotal:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.exists() else None
+    )
+    return f"{int(match[1]) / 2**20:.0f} GiB" if match else "unknown"
 
 
 def _version(distribution: str) -> str:

@@ -8,8 +8,9 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfdist import resources
 from tfdist.bench.figures import parse_size
-from tfdist.bench.machine import describe_machine, load, usable_cores
+from tfdist.bench.machine import describe_machine, load
 
 
 def parser(subject: str, description: str) -> argparse.ArgumentParser:
@@ -56,7 +57,10 @@ def introduce(subject: str) -> None:
 
 def finish(file: pathlib.Path | None, *, settings: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
     """Prints the load, and writes everything to `file` if one is named."""
-    print(f"\nLoad at the end: {load():.1f} on {usable_cores()} cores, this benchmark included.", flush=True)
+    print(
+        f"\nLoad at the end: {load():.1f} on {resources.usable_cores()} cores, this benchmark included.",
+        flush=True,
+    )
     if file is not None:
         content = {"machine": describe_machine(), "load": load(), "settings": settings, "figures": figures}
         file.write_text(json.dumps(content, indent=2) + "\n")
@@ -67,6 +71,11 @@ def thread_share(size: int) -> dict[str, str]:
     from tfdist.launch.plan import Request, plan_local
 
     plan = plan_local(
-        Request(program=("-",), size=size), {}, job="-", secret="-", folder="-", cores=usable_cores()
+        Request(program=("-",), size=size),
+        {},
+        job="-",
+        secret="-",
+        folder="-",
+        cores=resources.usable_cores(),
     )
     return {name: value for name, value in plan.ranks[0].variables.items() if "THREADS" in name}

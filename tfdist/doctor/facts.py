@@ -10,7 +10,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import tfdist
-from tfdist import cluster
+from tfdist import cluster, resources
 from tfdist.collectives.horovod_probe import installed_horovod, installed_tensorflows, loading_problem
 from tfdist.errors import LauncherError
 
@@ -154,8 +153,8 @@ def gather_facts(environ: Mapping[str, str], *, timeout: float) -> Facts:
         python=platform.python_version(),
         executable=sys.executable,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cores=_cores(),
-        memory=_free_memory(),
+        cores=resources.usable_cores(),
+        memory=resources.free_memory(),
         shared_memory=_size_of(Path("/dev/shm")),
         open_files=_open_file_limit(),
         missing_packages=tuple(name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None),
@@ -288,19 +287,6 @@ def _resolve_own_name() -> tuple[str, str, bool]:
     except OSError:
         return host, address, False
     return host, address, True
-
-
-def _cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def _free_memory() -> int:
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return 0
-    return int(found.group(1)) * 1024 if found else 0
 
 
 def _size_of(folder: Path) -> int | None:

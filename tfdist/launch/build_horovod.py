@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from tfdist import resources
 from tfdist.collectives.horovod_probe import installed_horovod
 from tfdist.errors import BackendUnavailableError
 from tfdist.launch import horovod_compile, horovod_proof, horovod_toolchain
@@ -185,7 +186,7 @@ def _build_locked(
         try:
             source = horovod_compile.unpack_source(archive, folder)
             workers = jobs or horovod_toolchain.parallel_jobs(
-                cores=horovod_toolchain.available_cores(), memory=horovod_toolchain.available_memory()
+                cores=resources.usable_cores(), memory=resources.free_memory() or 4 * 10**9
             )
             environment = horovod_compile.build_environment(
                 os.environ,

@@ -290,34 +290,3 @@ def parallel_jobs(*, cores: int, memory: int) -> int:
         6
     """
     return max(1, min(cores, int(memory / 1.2e9)))
-
-
-def available_cores() -> int:
-    """CPUs this process may use, the container's quota included."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores
-
-
-def available_memory() -> int:
-    """Bytes of memory that new processes can take, the container's limit included."""
-    limits = []
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
-        if found:
-            limits.append(int(found.group(1)) * 1024)
-    except OSError:
-        pass
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        if limit != "max":
-            limits.append(int(limit) - int(used))
-    except (OSError, ValueError):
-        pass
-    return min(limits) if limits else 4 * 10**9

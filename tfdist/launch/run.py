@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from tfdist import resources
 from tfdist.cluster import from_environment
 from tfdist.errors import LauncherError
 from tfdist.launch.output import FileCopy, LiveLines, Screen, WholeLines, write_fully
@@ -149,7 +150,9 @@ def private_world(
             request = dataclasses.replace(request, program=program(folder))
         secret = secrets.token_hex(32)
         yield (
-            plan_local(request, os.environ, job=job, secret=secret, folder=folder, cores=_usable_cores()),
+            plan_local(
+                request, os.environ, job=job, secret=secret, folder=folder, cores=resources.usable_cores()
+            ),
             folder,
         )
     finally:
@@ -269,11 +272,6 @@ def _is_open_mpi(mpirun: str) -> bool:
 def _become(plan: HandoverPlan) -> NoReturn:
     print(f"{_SAY} {shlex.join(plan.argv)}", file=sys.stderr, flush=True)
     os.execve(plan.argv[0], list(plan.argv), {**os.environ, **plan.variables})
-
-
-def _usable_cores() -> int:
-    """Cores this process may run on; fewer than the machine's under taskset, Slurm or a container."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Parser(argparse.ArgumentParser):

@@ -119,7 +119,9 @@ class Running:
         while not condition():
             ended = all(process.poll() is not None for process in self.processes)
             if ended or time.monotonic() > deadline:
-                raise AssertionError(f"it {'ended' if ended else 'hangs'}:\n{self.output()[-4000:]}")
+                said = self.output()[-4000:]
+                self.end()
+                raise AssertionError(f"it {'ended' if ended else 'hangs'}:\n{said}")
             time.sleep(0.1)
 
     def result(self, *, bound: float = BOUND, settle: float = 8.0) -> Ended:

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.equivalence import OPTIMIZERS, assert_equivalent, available
 from tests.worlds import World, on
 
-WORLDS = on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
+WORLDS = on(("horovod", 2), ("tf", 4), thorough=(("tf", 2), ("horovod", 4)))
 
 
 @WORLDS

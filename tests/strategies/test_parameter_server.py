@@ -25,8 +25,15 @@ def strategy_of(world: World) -> str:
     return f"parameter_server(servers={SERVERS[world.size]})"
 
 
+# Those whose state is more than slots shaped like the weights.
+PECULIAR = ("SGD", "Adafactor", "Nadam", "Muon", "ScheduleFreeAdamW", "MultiOptimizer")
+
+
 @on(("horovod", 2))
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=[] if name in PECULIAR else [pytest.mark.thorough]) for name in OPTIMIZERS],
+)
 def test_every_optimizer(world: World, optimizer: str) -> None:
     if not available(optimizer):
         pytest.skip(f"this Keras has no {optimizer}")
@@ -58,7 +65,7 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@WORLDS
+@on(("horovod", 2), thorough=(("tf", 4),))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(world: World, option: str) -> None:
     kind, optimizer, options = OPTIONS[option]
@@ -68,7 +75,7 @@ def test_options(world: World, option: str) -> None:
     )
 
 
-@on(("tf", 2), ("tf", 4), ("horovod", 2), ("horovod", 4))
+@on(("horovod", 2), ("tf", 4), thorough=(("tf", 2), ("horovod", 4)))
 @pytest.mark.parametrize("servers", ["one", "all"])
 def test_everywhere(world: World, servers: str) -> None:
     """Both ends of the range at every size on both engines, clipped by the norm of all gradients."""

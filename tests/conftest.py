@@ -37,7 +37,7 @@ class _Pool:
     def get(self, backend: str, size: int) -> World:
         key = (backend, size)
         world = self._worlds.pop(key, None)
-        if world is not None and world.broken:
+        if world is not None and (world.broken or world.has_ended):
             world.close()
             world = None
         if world is None:

@@ -327,6 +327,7 @@ def killed() -> dict[str, Any]:
     return report
 
 
+@pytest.mark.thorough
 def test_plain_keras_still_loses_both_files(killed: dict[str, Any]) -> None:
     """Once this fails, Keras writes atomically itself: drop `keras_compat.saving` for that version and later."""
     assert killed["in a save"]["plain"] == dict.fromkeys(FORMATS, "lost")

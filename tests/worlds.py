@@ -101,6 +101,7 @@ class World:
         self.backend = backend
         self.size = size
         self.broken = False
+        self.has_ended = False  # for tfdist, by an error of which it does not recover
         self._end = ""
         self._folder = Path(tempfile.mkdtemp(prefix="tfdist-world-"))
         self._channels: list[socket.socket] = []
@@ -157,7 +158,10 @@ class World:
         name = f"{_importable_module(function)}:{function.__qualname__}"
         for rank, channel in enumerate(self._channels):
             send(channel, (name, tuple(each[rank]) if each is not None else arguments))
-        return self._collect(timeout, what=name)
+        outcomes = self._collect(timeout, what=name)
+        ending = {"PeerLostError", "CollectiveTimeoutError", "NotInitializedError"}
+        self.has_ended |= any(outcome.kind in ending for outcome in outcomes)
+        return outcomes
 
     def kill(self, rank: int) -> None:
         """Kills one rank's process, as the kernel or an operator would."""
@@ -301,6 +305,11 @@ def on(*worlds: tuple[str, int], thorough: Sequence[tuple[str, int]] = ()) -> py
     cases = [pytest.param(each, id=f"{each[0]}{each[1]}") for each in worlds]
     cases += [pytest.param(each, id=f"{each[0]}{each[1]}", marks=pytest.mark.thorough) for each in thorough]
     return pytest.mark.parametrize("world", cases, indirect=True)
+
+
+def thorough(*values: Any) -> list[Any]:
+    """Parameters of a test with which it runs only on request (`--thorough`)."""
+    return [pytest.param(each, marks=pytest.mark.thorough) for each in values]
 
 
 everywhere = on(*(each for each in ALL if each != LARGEST), thorough=(LARGEST,))

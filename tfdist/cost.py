@@ -149,6 +149,26 @@ def parameter_server_memory(
     )
 
 
+def fitted_link(ranks: int, payload: float, *, latency: float, seconds: float, shared: bool) -> Link:
+    """The link with which `ring` takes the times that were measured.
+
+    Args:
+        ranks: number of ranks, at least 2.
+        payload: bytes of a large all-reduce.
+        latency: seconds of an all-reduce of hardly any bytes.
+        seconds: of the large one.
+        shared: whether the ranks share the link.
+
+    Example:
+        >>> fitted_link(4, 1e6, latency=0.006, seconds=0.0075, shared=False)
+        Link(latency=0.001, bandwidth=1000000000.0, shared=False)
+    """
+    turns = 2 * (ranks - 1)
+    passing = max(seconds - latency, 1e-9)
+    moved = turns * payload if shared else turns / ranks * payload
+    return Link(max(latency, 0.0) / turns, moved / passing, shared)
+
+
 def _transfer(ranks: int, payload: float, at_the_busiest: float, link: Link) -> float:
     """Seconds in which the busiest rank's bytes pass, or all ranks' through a link that they share."""
     return (2 * (ranks - 1) * payload if link.shared else at_the_busiest) / link.bandwidth

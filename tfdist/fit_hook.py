@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -30,6 +31,7 @@ from tfdist.optimizer import (
     is_distributed,
     local_variables,
     ranks_of,
+    served_loss,
 )
 from tfdist.variables import (
     MOVING_STATISTICS,
@@ -225,10 +227,22 @@ class FitHook:
         if not joint_step.is_alone():
             _require_equal_start(model)
 
-    def joint_step(self, model: Any, data: Any) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def joint_step(self, model: Any, data: Any) -> Iterator[None]:
         if joint_step.is_alone():
+            yield
+            return
+        with self._steps_of(model).step(None if data is None else _samples(data)), self._loss_of_all(model):
+            yield
+
+    def keeps_xla_out(self, model: Any) -> bool:
+        return model.optimizer is not None and served_loss(model.optimizer) is not None
+
+    def _loss_of_all(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        served = None if model.optimizer is None else served_loss(model.optimizer)
+        if served is None:
             return contextlib.nullcontext()
-        return self._steps_of(model).step(None if data is None else _samples(data))
+        return keras_compat.loss_computed_by(model, functools.partial(served, model))
 
     def _steps_of(self, model: Any) -> JointSteps:
         if model not in self._steps:

@@ -27,7 +27,7 @@ from tfdist import metric_merging, world
 from tfdist.errors import CollectiveError, OutOfSyncError, PeerFailedError
 from tfdist.joint_step import JointSteps
 from tfdist.metric_merging import Measured
-from tfdist.optimizer import ranks_of
+from tfdist.optimizer import leave, ranks_of
 
 _GRACE = 3.0
 """Seconds in which the other ranks fail, too, if what failed here fails everywhere."""
@@ -149,10 +149,13 @@ class FitSession:
     def fail(self, error: Exception) -> None:
         """Tells the others, where they wait for this rank, that it has left with `error`."""
         if self._over or isinstance(error, CollectiveError | PeerFailedError):
+            leave(self._model.optimizer, "")
             return  # the others know
         self._failure = _in_a_line(error)
         control = world.current().control
         if not (self._stepping and self._steps.is_midway):
+            if leave(self._model.optimizer, self._failure):
+                return
             # A model that is refused must make no step, and is so on all ranks as a rule.
             joins = not isinstance(error, OutOfSyncError)
             if joins and self._comes_to_the_others():

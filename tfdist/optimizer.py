@@ -28,7 +28,7 @@ from tfdist.errors import TfdistError
 from tfdist.gradients import DEFAULT_BUCKET_BYTES
 from tfdist.reduction_arguments import make_reducer
 from tfdist.strategies import choice
-from tfdist.variables import broadcast_model
+from tfdist.variables import array_of, broadcast_model
 
 
 class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -125,6 +125,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_reduced = False
         self._self_variables: list[Any] = []
         self._self_gathered: dict[int, Any] = {}
+        if inner.built:
+            self._take_over(inner)
 
     @property
     def inner_optimizer(self) -> Any:
@@ -134,8 +136,21 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the optimizer's variables, as the strategy divides them among the ranks."""
+        self._self_strategy = self._self_strategy.settle(self.__wrapped__, variables)
         self._self_strategy.build(self.__wrapped__, variables)
         self._self_variables = list(variables)
+
+    def _take_over(self, inner: Any) -> None:
+        """Divides the state of an optimizer that has trained before, as one that was loaded."""
+        variables = list(inner._trainable_variables)
+        self._self_strategy = self._self_strategy.settle(inner, variables)
+        if not self._self_strategy.divides_state:
+            return
+        values = [array_of(variable) for variable in inner.variables]
+        keras_compat.unbuild(inner)
+        self._self_strategy.build(inner, variables)
+        self._self_strategy.restore(inner.variables, values)
+        self._self_variables = variables
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Puts moving averages into the variables, where the optimizer keeps them; every rank calls it."""
@@ -357,6 +372,25 @@ def is_distributed(optimizer: Any) -> bool:
 def divides_state(optimizer: Any) -> bool:
     """Whether ranks keep different parts of the optimizer's slots, so that saving takes all of them."""
     return any(each is not None and each._self_strategy.divides_state for each in _wrappers(optimizer))
+
+
+def served_loss(optimizer: Any) -> Any:
+    """Computes the loss of all ranks' outputs, where the strategy has one rank do so; None elsewhere."""
+    for wrapper in _wrappers(optimizer):
+        if wrapper is not None and wrapper._self_strategy.served_loss is not None:
+            return wrapper._self_strategy.served_loss
+    return None
+
+
+def leave(optimizer: Any, failure: str) -> bool:
+    """Notes that `fit()` has failed, here or, with an empty text, on another rank.
+
+    Returns:
+        Whether the others were waiting for this rank to save with them, and know now.
+    """
+    wrappers = [wrapper for wrapper in _wrappers(optimizer) if wrapper is not None]
+    told = [wrapper._self_strategy.leave(failure) for wrapper in wrappers]  # by each of them
+    return any(told)
 
 
 def has_reduced(optimizer: Any) -> bool:

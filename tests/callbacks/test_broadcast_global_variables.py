@@ -64,7 +64,7 @@ _reference: dict[tuple[str, int], dict[str, Any]] = {}
 
 
 @pytest.mark.parametrize("kind", ["built", "deferred", "subclass"])
-@on(("tf", 2), ("horovod", 2), ("tf", 4))
+@on(("horovod", 2), ("tf", 4), thorough=(("tf", 2),))
 def test_ranks_start_as_the_root_and_train_as_one_process(world: World, kind: str) -> None:
     root = world.size - 1
     ranks = world.call(train, kind, root, 10)

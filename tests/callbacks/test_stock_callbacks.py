@@ -21,7 +21,7 @@ from tests.worlds import World, in_one_process, on
 
 EPOCHS = 4
 GLOBAL_BATCH = 64
-WORLDS = on(("tf", 2), ("horovod", 4))
+WORLDS = on(("horovod", 4), thorough=(("tf", 2),))
 QUIET = (
     "History",
     "EarlyStopping",

@@ -12,8 +12,15 @@ from tests.worlds import World
 BACKENDS = ["tf", "horovod"]
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("tf", "graph"),
+        ("horovod", "eager"),
+        pytest.param("tf", "eager", marks=pytest.mark.thorough),
+        pytest.param("horovod", "graph", marks=pytest.mark.thorough),
+    ],
+)
 def test_absent_rank_is_named(fresh_world: Callable[..., World], backend: str, mode: str) -> None:
     world = fresh_world(backend, 2, timeout=6.0)
     present, absent = world.call(bodies.absent, 1, mode, timeout=60.0)

@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@on(("horovod", 2), ("tf", 4))
+@on(("horovod", 2), thorough=(("tf", 4),))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(world: World, option: str) -> None:
     options = dict(OPTIONS[option])

@@ -45,7 +45,8 @@ def gradients(layer: Any, rows: int, *, jit: bool | None = None, dynamic: bool =
     return [np.asarray(each) for each in run(tf.constant(random(rows, 4)))]
 
 
-def assert_close(actual: list[np.ndarray], wanted: list[np.ndarray], tolerance: float = 1e-6) -> None:
+# Kernels sum another number of rows in another order, differently on each kind of CPU.
+def assert_close(actual: list[np.ndarray], wanted: list[np.ndarray], tolerance: float = 5e-6) -> None:
     for one, other in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * max(1.0, np.abs(other).max()))
 

@@ -44,11 +44,18 @@ def trained(strategy: str, folder: str, policy: str, epochs: int) -> dict[str, A
     for name in ("last", "best", "by_hand"):
         loaded = keras.models.load_model(f"{folder}/{name}.keras")
         result[name] = bodies.weights_of(loaded) + [np.asarray(each) for each in loaded.optimizer.variables]
+    load = keras.models.load_model if tfdist.size() == 1 else tfdist.load_model
     with bodies.under(strategy):
-        loaded = tfdist.load_model(f"{folder}/last.keras") if tfdist.size() > 1 else None
-    if loaded is not None:
-        result["loaded again"] = bodies.outcome(loaded, before)["slots"]
-    return result
+        loaded = load(f"{folder}/last.keras")
+    result["loaded again"] = bodies.outcome(loaded, before)["slots"]
+    loaded.fit(
+        bodies.share(x),
+        bodies.share(y),
+        batch_size=models.GLOBAL_BATCH // tfdist.size(),
+        shuffle=False,
+        verbose=0,
+    )
+    return result | {"trained on": bodies.outcome(loaded, before)}
 
 
 def with_dedicated_servers(strategy: str, batch: int) -> dict[str, Any]:

@@ -21,11 +21,13 @@ def test_equal_strategies_are_written_alike() -> None:
         ("parameter_server(servers=", "received 'parameter_server"),
         ("__import__('os').getpid()", "received"),
         ("parameter_server(servers=open('x'))", "received"),
+        ("auto(servers=2)", "auto takes no options; received servers"),
         ("ring(servers=2)", "ring takes no options; received servers"),
-        ("parameter_server(k=2)", "takes servers=k and dedicated=True or False; received k"),
+        ("parameter_server(k=2)", "takes servers=k, dedicated=True or False, and server_loss.*received k"),
         ("parameter_server(servers=5)", "needs k <= 4 among 4 ranks; received 5"),
         ("parameter_server(servers=4, dedicated=True)", "k <= 3 among 4 ranks, of which one must be left"),
         ("parameter_server(dedicated=1)", "is True or False; received 1"),
+        ("parameter_server(server_loss=2)", r"server_loss=.* is True or False; received 2"),
         ("parameter_server(servers=0)", "received 0"),
         ("parameter_server(servers=True)", "received True"),
     ],
@@ -40,6 +42,7 @@ def test_alone_any_number_of_servers_will_do() -> None:
 
 
 def test_who_computes_gradients() -> None:
-    assert choice.dedicated("ring") == choice.dedicated("parameter_server(servers=3)") == 0
+    for everyone in ("ring", "auto", "parameter_server(servers=3)"):
+        assert choice.dedicated(everyone) == 0
     assert choice.dedicated("parameter_server(dedicated=True)") == 1
     assert choice.dedicated("parameter_server(servers=3, dedicated=True)") == 3

@@ -92,13 +92,8 @@ def fit_link(
         smallest: bytes of an update that takes hardly more than latency.
         largest: bytes of one that takes hardly any.
     """
-    ranks = min(seconds)
-    ring = seconds[ranks][RING]
-    turns = 2 * (ranks - 1)
-    latency = max(0.0, ring[smallest]) / turns
-    return cost.Link(
-        latency, turns * largest / max(1e-9, ring[largest] - max(0.0, ring[smallest])), shared=True
-    )
+    ring = seconds[min(seconds)][RING]
+    return cost.fitted_link(min(seconds), largest, latency=ring[smallest], seconds=ring[largest], shared=True)
 
 
 def comm_table(

@@ -2,7 +2,7 @@
 
 `install` is called by `tfdist.init()` in a world of several ranks and `uninstall` by `tfdist.shutdown()`. An
 optimizer never sees its model, so what depends on the model is hooked here, once. Each file explains one place:
-`train_function`, `compiled_step`, `loss_scale`, `partial_optimizer`, `fit_loop`, `saving`.
+`train_function`, `compiled_step`, `loss_computed_by`, `loss_scale`, `partial_optimizer`, `fit_loop`, `saving`.
 
 tests/test_keras_compat.py fails once Keras mends one of these itself.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from tfdist.keras_compat import fit_loop, saving
 from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
 from tfdist.keras_compat.hook import Hook
+from tfdist.keras_compat.loss_computed_by import loss_computed_by
 from tfdist.keras_compat.loss_scale import (
     load_through_wrapper,
     reduce_before_finiteness,
@@ -26,7 +27,9 @@ from tfdist.keras_compat.partial_optimizer import (
     innermost,
     kept_here,
     scales_loss,
+    slots_per_weight,
     stand_in,
+    unbuild,
 )
 from tfdist.keras_compat.saving import atomic_saves, only_take_part
 from tfdist.keras_compat.train_function import (
@@ -49,9 +52,12 @@ __all__ = [
     "innermost",
     "install",
     "kept_here",
+    "loss_computed_by",
     "only_take_part",
     "scales_loss",
+    "slots_per_weight",
     "stand_in",
+    "unbuild",
     "uninstall",
     "wrapper_of",
 ]

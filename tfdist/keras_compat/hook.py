@@ -34,5 +34,8 @@ class Hook(Protocol):
     def joint_step(self, model: Any, data: Any) -> contextlib.AbstractContextManager[None]:
         """Entered around `train_step(data)`, while it is traced or run eagerly."""
 
+    def keeps_xla_out(self, model: Any) -> bool:
+        """Whether ranks communicate within the forward pass or the loss of `model`, which XLA can't."""
+
     def tell(self, message: str) -> None:
         """Says something to the user, once."""

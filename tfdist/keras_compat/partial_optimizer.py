@@ -64,6 +64,31 @@ def build_partially(optimizer: Any, variables: Sequence[Any], stand_ins: Sequenc
             variable.tfdist_kept_here = variable.shape != one.shape
 
 
+def unbuild(optimizer: Any) -> None:
+    """Makes a built optimizer as it was before `build`, in place: others may hold it."""
+    fresh = type(optimizer).from_config(optimizer.get_config())
+    vars(optimizer).clear()
+    vars(optimizer).update(vars(fresh))
+
+
+def slots_per_weight(optimizer: Any) -> float:
+    """Bytes that an optimizer will keep for a byte of weights: 2 for Adam, 1 for momentum.
+
+    Args:
+        optimizer: not built, of variables like its own dtype.
+    """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    with tf.init_scope():
+        weights = keras.Variable(np.zeros([64, 64], "float32"))
+        twin = type(optimizer).from_config(optimizer.get_config())
+        before = sum(int(np.prod(each.shape)) for each in twin.variables)
+        twin.build([weights])
+    return (sum(int(np.prod(each.shape)) for each in twin.variables) - before) // 64 / 64
+
+
 def kept_here(variable: Any) -> bool | None:
     """Whether this rank keeps a slot, or has a stand-in for it; None for what all ranks have alike."""
     kept: bool | None = getattr(variable, "tfdist_kept_here", None)

@@ -120,6 +120,10 @@ def _atomic(model: Any, write: Callable[..., Any]) -> Callable[..., Any]:
 def only_take_part(callback: Any) -> None:
     """Leaves to a callback that saves the model just its calls of `model.save`, which another rank writes."""
     callback.verbose = 0
+    if hasattr(callback, "_get_file_path"):
+        # ModelCheckpoint makes the folder first, and two ranks can't both make one.
+        path_of = callback._get_file_path
+        callback.__dict__["_get_file_path"] = lambda *args: os.path.basename(path_of(*args))
     for name in ("on_train_begin", "on_train_end"):  # where a backup is read, and removed
         callback.__dict__[name] = _nothing
 

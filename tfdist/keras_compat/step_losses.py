@@ -60,7 +60,8 @@ def mean_loss_of(model: Any, targets: Any, outputs: Any) -> Callable[[Any, Any, 
     from keras.src.losses import loss as loss_module
 
     compiled: Any = getattr(model, "_compile_loss", None)
-    if compiled is None or type(model).compute_loss is not keras.Model.compute_loss:
+    own = type(model).compute_loss is not keras.Model.compute_loss or "compute_loss" in vars(model)
+    if compiled is None or own:
         return None
     if not compiled.built:
         compiled.build(

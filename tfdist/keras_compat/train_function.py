@@ -63,7 +63,9 @@ def forget_train_functions() -> None:
 
 
 def _keep_xla_out_of_collectives(model: Any, hook: Hook) -> None:
-    if has_stock_train_step(model):
+    if hook.keeps_xla_out(model):
+        hook.tell("jit_compile: ranks communicate to compute the loss, so the train step runs without XLA.")
+    elif has_stock_train_step(model):
         compile_train_step(model)
         hook.tell(
             "jit_compile: XLA compiles forward pass, loss and gradients; the reduction over ranks and the "

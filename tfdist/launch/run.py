@@ -303,7 +303,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--backend", choices=BACKENDS, help="engine of tfdist.init(); default: the script's choice")
     add(
-        "--strategy", metavar="NAME", help="ring or parameter_server(servers=k); default: the script's choice"
+        "--strategy",
+        metavar="NAME",
+        help="ring, parameter_server(servers=k) or auto; default: the script's choice",
     )
     add("--timeout", type=_seconds, metavar="S", help="bound of every wait for another rank, in seconds")
     add("--output-dir", metavar="DIR", help="writes DIR/rank-N.log instead of to the screen")

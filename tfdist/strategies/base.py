@@ -60,9 +60,18 @@ class Strategy(abc.ABC):
             weighed_by: the rank's share of the step, if `gradients` were multiplied by it already.
         """
 
+    def settle(self, optimizer: Any, variables: Sequence[Any]) -> Strategy:
+        """The strategy that will train these variables; called once, by all ranks, before `build`."""
+        return self
+
     def build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Builds the inner optimizer for all variables of the model."""
         optimizer.build(variables)
+
+    @property
+    def served_loss(self) -> Any:
+        """Computes the loss of all ranks' outputs, see `served_loss.py`; None where each rank has its own."""
+        return None
 
     @property
     def divides_state(self) -> bool:
@@ -75,6 +84,14 @@ class Strategy(abc.ABC):
 
     def written(self) -> None:  # noqa: B027 - nothing is divided
         """Waits until the rank that writes what was gathered has done so."""
+
+    def leave(self, failure: str) -> bool:
+        """Notes that `fit()` has failed; all ranks call it, those where another failed with an empty text.
+
+        Returns:
+            Whether the others were waiting for this rank in `gather`, and know now.
+        """
+        return False
 
     def restore(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Sets the optimizer's variables, those that this rank keeps; only where state is divided."""

@@ -9,11 +9,12 @@ from typing import Any
 from tfdist.collectives.base import Group
 from tfdist.errors import TfdistError
 from tfdist.gradients import GradientReducer
+from tfdist.strategies.auto import Auto
 from tfdist.strategies.base import Strategy
 from tfdist.strategies.ring import Ring
 
 # Name that the user writes -> class in the module of that name.
-STRATEGIES = {"ring": "Ring", "parameter_server": "ParameterServer"}
+STRATEGIES = {"ring": "Ring", "parameter_server": "ParameterServer", "auto": "Auto"}
 
 
 def check(text: str, ranks: int) -> str:
@@ -49,6 +50,8 @@ def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
     _class_of(name).check(group.size, **options)
     if group.size == 1:
         return Ring(reducer, group)  # one rank has nothing to divide
+    if name == Auto.name:
+        return Auto(reducer, group, make=lambda chosen: make(chosen, reducer, group))
     return _class_of(name)(reducer, group, **options)
 
 

@@ -27,8 +27,11 @@ from tfdist.gradients import GradientReducer, scale
 from tfdist.joint_step import values_of, with_values
 from tfdist.strategies.base import Apply, Gradients, Strategy
 from tfdist.strategies.ownership import assign_owners
+from tfdist.strategies.served_loss import ServedLoss
 from tfdist.strategies.shards import Shards
 from tfdist.variables import bytes_of, tensor_of
+
+_SAVING = "saving the optimizer's state"
 
 
 class ParameterServer(Strategy):
@@ -39,12 +42,19 @@ class ParameterServer(Strategy):
         group: the ranks that train together.
         servers: how many of them, from the first on, own variables.
         dedicated: whether these only update, and compute no gradients.
+        server_loss: whether the first one computes one loss of all ranks' outputs.
     """
 
     name = "parameter_server"
 
     def __init__(
-        self, reducer: GradientReducer, group: Group, *, servers: int = 1, dedicated: bool = False
+        self,
+        reducer: GradientReducer,
+        group: Group,
+        *,
+        servers: int = 1,
+        dedicated: bool = False,
+        server_loss: bool = False,
     ) -> None:
         super().__init__(reducer, group)
         if reducer.op is ReduceOp.ADASUM:
@@ -53,6 +63,7 @@ class ParameterServer(Strategy):
                 'tfdist.Average, or strategy="ring".'
             )
         self._servers = group.ranks[:servers]
+        self._served_loss = ServedLoss(f"{reducer.name}/loss", group) if server_loss else None
         self._owners: dict[int, int] = {}
         self._stand_ins: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
@@ -62,15 +73,18 @@ class ParameterServer(Strategy):
 
     @classmethod
     def check(cls, ranks: int, **options: Any) -> None:
-        unknown = set(options) - {"servers", "dedicated"}
+        unknown = set(options) - {"servers", "dedicated", "server_loss"}
         if unknown:
             raise TfdistError(
-                "parameter_server takes servers=k and dedicated=True or False; received "
-                f"{', '.join(sorted(unknown))}."
+                "parameter_server takes servers=k, dedicated=True or False, and server_loss=True or False; "
+                f"received {', '.join(sorted(unknown))}."
             )
+        for name in ("dedicated", "server_loss"):
+            if not isinstance(options.get(name, False), bool):
+                raise TfdistError(
+                    f"parameter_server({name}=...) is True or False; received {options[name]!r}."
+                )
         servers, alone = options.get("servers", 1), options.get("dedicated", False)
-        if not isinstance(alone, bool):
-            raise TfdistError(f"parameter_server(dedicated=...) is True or False; received {alone!r}.")
         if not isinstance(servers, int) or isinstance(servers, bool) or servers < 1:
             raise TfdistError(f"parameter_server(servers=k) needs an integer k >= 1; received {servers!r}.")
         # A script that is run alone just trains.
@@ -129,6 +143,10 @@ class ParameterServer(Strategy):
         return None
 
     @property
+    def served_loss(self) -> Any:
+        return self._served_loss
+
+    @property
     def divides_state(self) -> bool:
         return True
 
@@ -138,15 +156,16 @@ class ParameterServer(Strategy):
         if world.rank() == self.group.ranks[0]:
             values = [np.asarray(tensor_of(each)) for each in variables]
         if len(self._servers) > 1:
-            for place, value in self._shards.gather(
-                variables, mine, group=self.group, what="saving the optimizer's state"
-            ):
+            for place, value in self._shards.gather(variables, mine, group=self.group, what=_SAVING):
                 values[place] = np.asarray(value)
         return values
 
     def written(self) -> None:
         if len(self._servers) > 1:
             self._shards.tell("having saved", None, group=self.group)
+
+    def leave(self, failure: str) -> bool:
+        return len(self._servers) > 1 and self._shards.leave(_SAVING, failure, group=self.group)
 
     def restore(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         for variable, value in zip(variables, values, strict=True):

@@ -6,6 +6,7 @@ summed on the way would be an all-reduce.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,11 @@ import tensorflow as tf
 from tfdist import operations, world
 from tfdist.collectives.base import Group
 from tfdist.collectives.sink import Sink
+from tfdist.errors import CollectiveError, PeerFailedError
 from tfdist.gradients import fill_buckets, sum_duplicate_rows
 from tfdist.variables import bytes_of, tensor_of
+
+_GRACE = 1.0  # seconds in which all ranks come to where they save, if they do
 
 
 class Shards:
@@ -33,6 +37,7 @@ class Shards:
         self._owner_of = owner_of
         self._bucket_bytes = bucket_bytes
         self._sink = Sink()
+        self._failures = 0  # what did not meet before one is not met after it
 
     def is_mine(self, variable: Any) -> bool:
         """Whether this rank keeps the variable."""
@@ -174,12 +179,57 @@ class Shards:
             return []
         return self._carry(variables, routes, loaded, group=group, what=what)
 
-    def tell(self, what: str, mine: Any, *, group: Group) -> dict[int, Any]:
-        """What each rank of the group says of `what`; all of them call it, and wait for each other."""
+    def tell(
+        self, what: str, mine: Any, *, group: Group, failure: str = "", timeout: float | None = None
+    ) -> dict[int, Any]:
+        """What each rank of the group says of `what`; all of them call it, and wait for each other.
+
+        Args:
+            what: what the ranks are doing, for error messages.
+            mine: what this rank says.
+            group: the ranks.
+            failure: in place of that, why this rank does not take part.
+            timeout: bound in seconds; `init`'s by default.
+
+        Raises:
+            PeerFailedError: another rank does not take part.
+        """
         control = world.current().control
         assert control is not None
-        answers = control.exchange(f"{what} on ranks {group.ranks}", mine, ranks=group.ranks, describe=what)
-        return dict(zip(group.ranks, answers, strict=True))
+        answers = control.exchange(
+            f"{what}, after {self._failures} failures, on ranks {group.ranks}",
+            {"value": mine, "failure": failure},
+            ranks=group.ranks,
+            timeout=timeout,
+            describe=what,
+        )
+        told = dict(zip(group.ranks, answers, strict=True))
+        failed = [rank for rank, said in told.items() if said["failure"]]
+        if failed and not failure:
+            raise PeerFailedError(
+                f"rank {world.rank()} gives up {what} because rank {failed[0]} failed before, with "
+                f"{told[failed[0]]['failure']}. Mend the error on that rank."
+            )
+        return {rank: said["value"] for rank, said in told.items()}
+
+    def leave(self, what: str, failure: str, *, group: Group) -> bool:
+        """Notes that this rank, or another, has failed; all ranks call it.
+
+        Args:
+            what: where the others may wait.
+            failure: why this rank failed; empty if another did.
+            group: the ranks.
+
+        Returns:
+            Whether the others were waiting there, and know now.
+        """
+        told = False
+        if failure:
+            with contextlib.suppress(CollectiveError):
+                self.tell(what, None, group=group, failure=failure, timeout=_GRACE)
+                told = True
+        self._failures += 1
+        return told
 
     def _carry(
         self,

@@ -6,12 +6,21 @@ from tfdist.variables.broadcast import (
     broadcast_variables,
     offset_seeds,
 )
-from tfdist.variables.listing import agree_on_list, bytes_of, describe, model_state, path_of, tensor_of
+from tfdist.variables.listing import (
+    agree_on_list,
+    array_of,
+    bytes_of,
+    describe,
+    model_state,
+    path_of,
+    tensor_of,
+)
 from tfdist.variables.sync import MOVING_STATISTICS, check_in_sync, differing_variables, fingerprint
 
 __all__ = [
     "MOVING_STATISTICS",
     "agree_on_list",
+    "array_of",
     "broadcast_global_variables",
     "broadcast_model",
     "broadcast_variables",

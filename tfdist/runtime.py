@@ -47,9 +47,9 @@ def init(
             over MPI for `tfdist.add_process_set` later; the other engines need no preparation.
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
-        strategy: `ring`; `parameter_server(servers=k, dedicated=False)` with k = 1 by default; or `auto`, which
-            takes the one that is fastest by `tfdist.cost` and fits into memory, and prints why. Default: the
-            launcher's `--strategy`, else `ring`.
+        strategy: `ring`; `parameter_server(servers=k, dedicated=False, server_loss=False)` with k = 1 by default;
+            or `auto`, which takes the one that is fastest by `tfdist.cost` and fits into memory, and prints why.
+            Default: the launcher's `--strategy`, else `ring`.
         timeout: bound in seconds of every wait for another rank, start-up included. Default: the launcher's
             `--timeout`, else 300.
 

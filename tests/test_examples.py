@@ -65,6 +65,15 @@ def test_digits_on_parameter_servers(environment: dict[str, str]) -> None:
     assert "NOT" not in proof[0]
 
 
+def test_loss_of_the_whole_batch_on_a_server(environment: dict[str, str]) -> None:
+    strategy = {"TFDIST_STRATEGY": "parameter_server(server_loss=True)"}
+    accuracy = re.search(
+        r"held-out digits: ([0-9.]+)%; all ranks hold", run(environment | strategy, "contrastive.py")
+    )
+    assert accuracy
+    assert float(accuracy[1]) >= 95
+
+
 def test_mnist_reaches_its_goal(environment: dict[str, str]) -> None:
     accuracy = re.search(r"held-out images: ([0-9.]+)%", run(environment, "mnist.py", "--epochs", "5"))
     assert accuracy

@@ -41,7 +41,7 @@ def run(environment: dict[str, str], *words: str, ranks: int = 2) -> str:
     return output
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_digits_proves_that_it_equals_one_process(environment: dict[str, str], ranks: int) -> None:
     output = run(environment, "digits.py", "--epochs", "10", ranks=ranks)
     proof = re.search(

@@ -172,7 +172,8 @@ def test_predictions_equal_one_process_and_are_in_order(world: World) -> None:
             assert set(map(type, found.values())) == {type(None)}
             continue
         for name, result in found.items():
-            exactly = name in WHOLE or name == "samples"
+            # Several batches in one graph share its threads and buffers, which decide how sums are rounded.
+            exactly = (name in WHOLE and not name.startswith("executions of 3")) or name == "samples"
             assert_same(result, expected[name], exactly=exactly, name=name)
         assert set(found) == set(expected) - (set() if rank == 0 else {"local"})
 

@@ -44,7 +44,7 @@ def test_alone_is_a_world_of_one() -> None:
         ({"strategy": "ring(servers=2)"}, "ring takes no options; received servers"),
         ({"strategy": "parameter_server(servers=0)"}, "needs an integer k >= 1; received 0"),
         ({"strategy": "parameter_server(2)"}, r"options in parentheses.*received 'parameter_server\(2\)'"),
-        ({"strategy": "parameter_server(k=2)"}, r"takes servers=k and dedicated=.*received k"),
+        ({"strategy": "parameter_server(k=2)"}, r"takes servers=k, dedicated=.*received k"),
         ({"timeout": 0}, "timeout must be a positive number of seconds"),
         ({"timeout": -3.0}, "timeout must be a positive number of seconds"),
     ],

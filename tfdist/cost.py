@@ -160,8 +160,8 @@ def fitted_link(ranks: int, payload: float, *, latency: float, seconds: float, s
         shared: whether the ranks share the link.
 
     Example:
-        >>> fitted_link(4, 1e6, latency=0.006, seconds=0.0075, shared=False)
-        Link(latency=0.001, bandwidth=1000000000.0, shared=False)
+        >>> fitted_link(2, 1e6, latency=0.5, seconds=1.5, shared=False)
+        Link(latency=0.25, bandwidth=1000000.0, shared=False)
     """
     turns = 2 * (ranks - 1)
     passing = max(seconds - latency, 1e-9)

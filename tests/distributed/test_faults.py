@@ -146,7 +146,7 @@ def test_sleeping_rank_is_named_after_the_timeout(fault: str, ended: Ahead[Ended
     assert "[0] tfdist.errors.CollectiveTimeoutError" in job.summary()
 
 
-@faults("run stop")
+@faults("run stop", engines=("tf",))
 def test_stopped_rank_is_named(fault: str, ended: Ahead[Ended]) -> None:
     job = finish(fault, ended)
     assert job.codes == [1]

@@ -14,7 +14,8 @@ from tests.distributed import training
 from tests.worlds import World, in_one_process, on
 
 WORLDS = on(("horovod", 2), ("tf", 4))
-PAIRS = on(("tf", 2), ("horovod", 2))
+PAIRS = on(("horovod", 2), thorough=(("tf", 2),))
+FEW = on(("horovod", 2), thorough=(("tf", 4),))
 
 
 alone = functools.cache(in_one_process)
@@ -39,7 +40,7 @@ def test_train_on_batch_of_an_unbuilt_model(world: World) -> None:
     assert_as_one_process(world, training.train_on_batch)
 
 
-@WORLDS
+@FEW
 @pytest.mark.parametrize("kind", ["apply", "apply_gradients", "tape", "apply eager", "tape eager"])
 def test_custom_loop(world: World, kind: str) -> None:
     assert_as_one_process(world, training.custom_loop, kind)
@@ -76,7 +77,7 @@ def test_xla_is_kept_out_of_collectives(world: World, kind: str) -> None:
     assert all(result["jit_compile"] for result in results)
 
 
-@WORLDS
+@FEW
 @pytest.mark.parametrize("order", ["loss scale outside", "loss scale inside"])
 def test_float16_with_everything_else(world: World, order: str) -> None:
     expected = alone(training.all_together, order)
@@ -100,7 +101,7 @@ def test_process_sets_train_models_of_their_own(world: World) -> None:
     assert results[0]["digest"] != results[1]["digest"]
 
 
-@WORLDS
+@FEW
 @pytest.mark.parametrize("order", ["loss scale outside", "loss scale inside"])
 def test_overflow_of_one_rank_skips_the_step_on_all(world: World, order: str) -> None:
     histories = [result["history"] for result in world.call(training.overflow_on_one_rank, order)]

@@ -16,6 +16,7 @@ from tests.worlds import World, in_one_process, on, thorough
 from tfdist import cost
 
 WORLDS = on(("horovod", 2), ("tf", 4))
+FEW = on(("horovod", 2), thorough=(("tf", 4),))
 LINK = cost.Link(latency=0.0, bandwidth=1e9)
 # One server at two ranks; at four two servers, and two ranks that keep nothing.
 SERVERS = {2: 1, 4: 2}
@@ -71,7 +72,7 @@ TELLING = (
 )  # fmt: skip
 
 
-@on(("horovod", 2), thorough=(("tf", 4),))
+@FEW
 @pytest.mark.parametrize("option", [*TELLING, *thorough(*(each for each in OPTIONS if each not in TELLING))])
 def test_options(world: World, option: str) -> None:
     kind, optimizer, options = OPTIONS[option]
@@ -89,20 +90,20 @@ def test_everywhere(world: World, servers: str) -> None:
     assert_equivalent(world, "dense", "AdamW", {"global_clipnorm": 0.02}, strategy=strategy)
 
 
-@WORLDS
+@FEW
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_compression_is_close(world: World, compression: str) -> None:
     options = {"wrap_options": {"compression": compression}, "strategy": strategy_of(world)}
     assert_equivalent(world, "dense", "SGD", {"learning_rate": 0.1}, tolerance=2e-3, **options)
 
 
-@WORLDS
+@FEW
 def test_mixed_precision(world: World) -> None:
     options = {"policy": "mixed_float16", "strategy": strategy_of(world)}
     assert_equivalent(world, "dense", "SGD", {"learning_rate": 0.1}, tolerance=2e-3, **options)
 
 
-@WORLDS
+@FEW
 @pytest.mark.parametrize("order", ["loss scale outside", "loss scale inside"])
 def test_overflow_of_one_rank_skips_the_step_on_all(world: World, order: str) -> None:
     results = world.call(bodies.call_under, strategy_of(world), "training:overflow_on_one_rank", [order])
@@ -121,7 +122,7 @@ def assert_same_training(world: World, function: str, *args: Any) -> None:
         np.testing.assert_allclose(actual, wanted, atol=1e-5, rtol=1e-5)
 
 
-@WORLDS
+@FEW
 @pytest.mark.parametrize("kind", ["apply", "apply_gradients", "apply eager"])
 def test_custom_loop(world: World, kind: str) -> None:
     assert_same_training(world, "training:custom_loop", kind)

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tfdist.keras_compat.replaced import replaced
+
 
 @contextlib.contextmanager
 def loss_computed_by(model: Any, compute: Callable[[Any, Any, Any, Any], Any]) -> Iterator[None]:
@@ -16,7 +18,6 @@ def loss_computed_by(model: Any, compute: Callable[[Any, Any, Any, Any], Any]) -
         compute: called with the model's own loss, a function of targets, outputs and sample weights, and with
             those of the step.
     """
-    before = model.__dict__.get("compute_loss")  # the user's, on the instance
     original = model.compute_loss
 
     def compute_loss(
@@ -27,10 +28,5 @@ def loss_computed_by(model: Any, compute: Callable[[Any, Any, Any, Any], Any]) -
 
         return compute(own, y, y_pred, sample_weight)
 
-    model.__dict__["compute_loss"] = compute_loss
-    try:
+    with replaced(model, {"compute_loss": compute_loss}):
         yield
-    finally:
-        del model.__dict__["compute_loss"]
-        if before is not None:
-            model.__dict__["compute_loss"] = before

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.checkpoint import atomically
+from tfdist.keras_compat.replaced import replaced
 from tfdist.keras_compat.wrapper import wrapper_of
 
 _SINGLE_FILES = (".keras", ".h5", ".hdf5")
@@ -49,7 +50,7 @@ def atomic_method(original: Callable[..., Any]) -> Callable[..., Any]:
 def atomic_saves(model: Any) -> Iterator[None]:
     """Inside, `model.save` and `model.save_weights` are atomic, whether or not Keras is patched."""
     methods = {name: _atomic(model, getattr(model, name)) for name in ("save", "save_weights")}
-    with _replaced(model, methods):
+    with replaced(model, methods):
         yield
 
 
@@ -72,7 +73,7 @@ def recorded_backup(original: Callable[..., Any]) -> Callable[..., Any]:
                 save_weights(temporary)
                 _record(temporary, {"epoch": self._current_epoch, "batch": self._last_batch_seen})
 
-        with _replaced(self.model, {"save_weights": save_recorded_weights}):
+        with replaced(self.model, {"save_weights": save_recorded_weights}):
             return original(self)
 
     return _save_model
@@ -166,19 +167,6 @@ def _asks_to_proceed(filepath: str) -> bool:
     from keras.src.utils import io_utils
 
     return bool(io_utils.ask_to_proceed_with_overwrite(filepath))
-
-
-@contextlib.contextmanager
-def _replaced(model: Any, methods: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, `model` has these methods; past Keras's `__setattr__`, which would track them."""
-    before = {name: model.__dict__[name] for name in methods if name in model.__dict__}
-    model.__dict__.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del model.__dict__[name]
-        model.__dict__.update(before)
 
 
 def _record(path: str, metadata: dict[str, int]) -> None:

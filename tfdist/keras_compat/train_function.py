@@ -17,6 +17,7 @@ from typing import Any
 
 from tfdist.keras_compat.compiled_step import compile_train_step, forget_compiled_step, without_compiled_step
 from tfdist.keras_compat.hook import Hook
+from tfdist.keras_compat.replaced import replaced
 
 # What the train function of a model was made for.
 _terms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -142,8 +143,7 @@ def _joint_train_step(model: Any, hook: Hook) -> Iterator[None]:
     Keras takes the method when it makes the train function (older versions when they trace it), so it is replaced
     on the instance for just these moments.
     """
-    before = model.__dict__.get("train_step")  # the user's, on the instance
-    if getattr(before, "is_joint", False):
+    if getattr(model.__dict__.get("train_step"), "is_joint", False):
         yield
         return
     train_step = model.train_step
@@ -153,13 +153,8 @@ def _joint_train_step(model: Any, hook: Hook) -> Iterator[None]:
             return train_step(data)
 
     joint_train_step.is_joint = True  # type: ignore[attr-defined]
-    model.__dict__["train_step"] = joint_train_step
-    try:
+    with replaced(model, {"train_step": joint_train_step}):
         yield
-    finally:
-        del model.__dict__["train_step"]
-        if before is not None:
-            model.__dict__["train_step"] = before
 
 
 def idle_step(model: Any, hook: Hook, spec: Any) -> Callable[[], None]:

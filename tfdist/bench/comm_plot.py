@@ -9,7 +9,8 @@ from tfdist import cost
 from tfdist.bench.comm import ALL, ONE, RING, megabytes, predicted
 
 # Colours that stay apart for the colour-blind and in grey (Okabe and Ito), each with a marker of its own.
-_STYLES = {RING: ("#0072B2", "o"), ONE: ("#D55E00", "s"), ALL: ("#009E73", "^")}
+# Dashes, where one line lies on another.
+_STYLES = {RING: ("#0072B2", "o", "-"), ONE: ("#D55E00", "s", "-"), ALL: ("#009E73", "^", "--")}
 _MOST_RANKS = 1024
 
 
@@ -35,7 +36,7 @@ def draw(
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9.8, 4.2), layout="constrained", dpi=150)
         left, right = figure.subplots(1, 2)
-        for strategy, (colour, marker) in _STYLES.items():
+        for strategy, (colour, marker, line) in _STYLES.items():
             left.plot(
                 list(seconds),
                 [1e3 * by_strategy[strategy][size] for by_strategy in seconds.values()],
@@ -43,6 +44,7 @@ def draw(
                 marker=marker,
                 markersize=5,
                 linewidth=1.2,
+                linestyle=line,
                 label=f"{strategy}, measured",
             )
             ranks = [2**power for power in range(1, _MOST_RANKS.bit_length())]
@@ -53,6 +55,7 @@ def draw(
                 marker=marker,
                 markersize=4,
                 linewidth=1.6,
+                linestyle=line,
                 label=strategy,
             )
         counts = range(1, max(seconds) + 1)
@@ -66,7 +69,7 @@ def draw(
             label="model: all move 2(N-1)K bytes through one machine",
         )
         left.set_xticks(list(counts))
-        left.set_ylim(bottom=0)
+        left.set_ylim(bottom=0, top=1.4 * left.get_ylim()[1])  # room for the legend
         left.set_xlabel("processes on this machine")
         left.set_title(f"{megabytes(size)} of weights, one machine", fontsize=11, loc="left")
         right.set_xscale("log", base=2)

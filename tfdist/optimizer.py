@@ -148,9 +148,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             return
         values = [array_of(variable) for variable in inner.variables]
         keras_compat.unbuild(inner)
-        self._self_strategy.build(inner, variables)
+        self.build(variables)
         self._self_strategy.restore(inner.variables, values)
-        self._self_variables = variables
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Puts moving averages into the variables, where the optimizer keeps them; every rank calls it."""

@@ -236,7 +236,7 @@ def test_what_is_refused(world: World) -> None:
         assert "no variable can be local" in local
 
 
-@on(("horovod", 2), ("tf", 4))
+@WORLDS
 def test_a_rank_fails_while_the_others_save(world: World, tmp_path: Path) -> None:
     """They wait where it does not come, and it tells them; the folder of the checkpoint is new on all ranks."""
     strategy = f"parameter_server(servers={world.size})"

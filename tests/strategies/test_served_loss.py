@@ -36,7 +36,7 @@ def test_equals_one_process(world: World, kind: str) -> None:
     assert_equals_one_process(world, kind, SERVED)
 
 
-@on(("horovod", 2), ("tf", 4))
+@WORLDS
 def test_each_rank_alone_would_not(world: World) -> None:
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_equals_one_process(world, "plain", "parameter_server")

@@ -21,7 +21,8 @@ import tensorflow as tf
 from tfdist import cost, keras_compat, resources, world
 from tfdist.collectives.base import Group, ReduceOp
 from tfdist.gradients import GradientReducer
-from tfdist.strategies.base import Apply, Gradients, Strategy
+from tfdist.strategies.base import Strategy
+from tfdist.strategies.ring import Ring
 from tfdist.variables import bytes_of
 
 _SMALL, _LARGE = 1, 1 << 18  # float32 words of the all-reduces that are timed: 4 bytes and 1 MB
@@ -91,10 +92,10 @@ def choose(around: Circumstances) -> tuple[Choice, str]:
     """
     made = choices(around)
     fitting = [each for each in made if each.fits(around.free)]
-    by_time = sorted(
-        fitting, key=lambda each: round(each.traffic.seconds, 9)
-    )  # stable: a ring before its equals
-    best = by_time[0] if by_time else min(made, key=lambda each: max(each.needs))
+    if fitting:
+        best = min(fitting, key=lambda each: round(each.traffic.seconds, 9))  # of equals the first, a ring
+    else:
+        best = min(made, key=lambda each: max(each.needs))
     costs = "; ".join(
         f"{each.name} {_megabytes(each.traffic.sent)}, {1e3 * each.traffic.seconds:.1f} ms, "
         f"{_megabytes(max(each.needs))}{'' if each.fits(around.free) else ' (too much)'}"
@@ -110,8 +111,8 @@ def choose(around: Circumstances) -> tuple[Choice, str]:
     )
 
 
-class Auto(Strategy):
-    """Becomes another strategy when the optimizer is built."""
+class Auto(Ring):
+    """A ring, until the optimizer is built and something else turns out to be better."""
 
     name = "auto"
 
@@ -121,23 +122,12 @@ class Auto(Strategy):
 
     def settle(self, optimizer: Any, variables: Sequence[Any]) -> Strategy:
         if self.reducer.op is ReduceOp.ADASUM or self.reducer.local_variables:
-            return self._make("ring")  # the only one that can
+            return self  # nothing else can
         with tf.init_scope():
             best, why = choose(self._circumstances(optimizer, variables))
         if world.rank() == self.group.ranks[0]:
             print(f"tfdist: {why}", flush=True)
         return self._make(best.name)
-
-    def update(
-        self,
-        gradients: Gradients,
-        variables: Sequence[Any],
-        apply: Apply,
-        *,
-        optimizer: Any,
-        weighed_by: Any = None,
-    ) -> Any:
-        raise AssertionError("`settle` comes before the first update")
 
     def _circumstances(self, optimizer: Any, variables: Sequence[Any]) -> Circumstances:
         here, ranks = world.current(), self.group.ranks

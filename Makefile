@@ -29,8 +29,12 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tests that leave a core idle share the machine, two at a time; those of several ranks have it alone.
 suite: $(VENV)/.test horovod
-	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
+	result=0; \
+	$(BIN)/python -m pytest -m "not alone" --numprocesses 2 --dist loadfile $(PYTEST_OPTIONS) || result=1; \
+	$(BIN)/python -m pytest -m alone $(PYTEST_OPTIONS) || result=1; \
+	exit $$result
 
 horovod: $(VENV)/.test
 	$(BIN)/tfdist build-horovod --with $(HOROVOD_FEATURES)

@@ -103,7 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Each world starts once, its tests are marked; otherwise the order stays.
     """
-    asked = config.option.thorough or config.option.markexpr or any("::" in each for each in config.args)
+    named = "thorough" in config.option.markexpr or any("::" in each for each in config.args)
+    asked = config.option.thorough or named
     if not asked:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
@@ -117,8 +118,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     items.sort(key=place)
     for item in items:
-        if place(item)[0] > 0:
+        group, _, size = place(item)
+        if group > 0:
             item.add_marker("world")
+        if group == 2 or size > 1:
+            item.add_marker("alone")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,8 @@ import pytest
 from tests import killed_ranks
 from tests.conftest import require
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(("backend", "size"), killed_ranks.WORLDS)
 def test_kill(backend: str, size: int) -> None:

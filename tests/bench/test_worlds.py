@@ -14,6 +14,8 @@ import pytest
 
 from tfdist.bench.worlds import ContenderError, World, closing_all, take_turns
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = "tests.bench.fake_ranks"
 

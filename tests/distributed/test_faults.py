@@ -17,6 +17,8 @@ import pytest
 from tests.conftest import require
 from tests.distributed.jobs import SCRIPTS, Ahead, Ended, records_in, run_ahead, start, tfdist_run
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT = 15  # seconds of tfdist's own bound; ranks start several seconds apart on a busy machine
 ALONE = 5  # the same where no other rank is waited for
 SOON = 45.0  # seconds; a peer that needs longer for its error hangs rather than works

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 ROOT = pathlib.Path(__file__).parents[2]
 BOUND = 30  # seconds; a hang fails the test instead of the suite
 

@@ -17,7 +17,6 @@ from tests.source_tree import expose_callbacks, search_path
 from tests.worlds import USUAL, World
 
 expose_callbacks()
-os.environ["PYTHONPATH"] = search_path()
 gc.set_threshold(100_000)  # as in `tests.lean`
 # A shell starts background jobs with Ctrl-C ignored, nohup ignores the hang-up, and every child inherits it;
 # tests of signals need the usual.
@@ -92,6 +91,13 @@ def require(backend: str) -> None:
         build = installed_horovod()
         if build is None or build.problem:
             pytest.skip(f"no usable Horovod: {build.problem if build else 'not installed'}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives processes that tests start a search path, but not those in which xdist runs tests."""
+    starts_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not starts_workers:
+        os.environ["PYTHONPATH"] = search_path()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from keras.src.backend.common import global_state
 
 from tfdist.layers import recompute
 
@@ -187,6 +188,8 @@ def training_steps(case: Case, form: Callable[[Any], Any], mode: str, count: int
     keras.config.set_dtype_policy(case.policy)
     try:
         keras.utils.set_random_seed(11)
+        # Before Keras 3.13 that left the global seed where it was.
+        global_state.set_global_attribute("global_seed_generator", None)
         layer = form(case.make())
         outer = Outer(layer, case.keywords)
         argument = keras.tree.map_structure(tf.constant, case.argument)

@@ -22,6 +22,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state, stateless_scope, symbolic_scope
 
+from tfdist.keras_compat import activity_losses
+
 _CALL_CONTEXT = "current_call_ctx"
 _AUTOCAST = "autocast_scope"
 
@@ -115,6 +117,7 @@ class CallState:
             _CALL_CONTEXT: copy.copy(context),
             _AUTOCAST: global_state.get_global_attribute(_AUTOCAST),
         }
+        self._regularizers = activity_losses.current()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -122,7 +125,8 @@ class CallState:
         before = {name: global_state.get_global_attribute(name) for name in self._state}
         _set(self._state)
         try:
-            yield
+            with activity_losses.in_place(self._regularizers):
+                yield
         finally:
             _set(before)
 
@@ -173,14 +177,14 @@ def _global_seed() -> list[Any]:
 
     Replicas run in threads of their own, where no variable can be made any more: there it may be missing.
     """
-    from keras.src.random import seed_generator
+    from keras.src.random.seed_generator import global_seed_generator
 
-    if global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is None:
+    if global_state.get_global_attribute("global_seed_generator") is None:
         if tf.distribute.has_strategy():
             return []
         with tf.init_scope():
-            seed_generator.global_seed_generator()
-    return [seed_generator.global_seed_generator().state]
+            global_seed_generator()
+    return [global_seed_generator().state]
 
 
 def _graph() -> Any:

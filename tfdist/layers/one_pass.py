@@ -96,7 +96,7 @@ class _OnePass(Loops):
                 ]
                 with self._call_state.restored(), RecordingScope(known) as scope:
                     args, kwargs = self._arguments.filled(self._pieces(tensors, prepared, number))
-                    result = self._call(*args, **kwargs)
+                    result = self._call_on(number)(*args, **kwargs)
                     y, sample_weights = targets.filled(
                         [slices.piece(each, number) for each in prepared_targets]
                     )

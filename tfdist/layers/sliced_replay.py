@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.keras_compat.activity_losses import on_part_of_batch
 from tfdist.keras_compat.replay_scopes import CallState, RecordingScope, ReplayScope, is_watched, read
 from tfdist.layers.remembering import forbidding
 from tfdist.layers.replay import Replayed, knowing_variables, replay
@@ -79,8 +80,9 @@ def _one_by_one(layer: Any, call: Callable[..., Any], arguments: TensorLeaves, s
     for number in range(slices.count):
         own = [slices.piece(each, number) if slices.belongs(each) else each for each in arguments.tensors]
         args, kwargs = arguments.filled(own)
-        outputs, losses = replay(layer, call, args, kwargs)
-        losses = [loss * tf.cast(slices.share(number), loss.dtype) for loss in losses]
+        share = slices.share(number)
+        outputs, losses = replay(layer, on_part_of_batch(layer, call, share), args, kwargs)
+        losses = [loss * tf.cast(share, loss.dtype) for loss in losses]
         totals = [a + b for a, b in zip(totals, losses, strict=True)] if parts else losses
         parts.append(TensorLeaves(outputs))
     _check_outputs(layer, parts[0], outputs)
@@ -176,7 +178,7 @@ class Loops:
             known += [(variable, value) for (variable, _), value in zip(self._changing, state, strict=True)]
             with self._call_state.restored(), RecordingScope(known) as scope:
                 args, kwargs = self._arguments.filled(self._pieces(tensors, prepared, number))
-                leaves = TensorLeaves(self._call(*args, **kwargs)).tensors
+                leaves = TensorLeaves(self._call_on(number)(*args, **kwargs)).tensors
             befores = [array.write(number, value) for array, value in zip(befores, state, strict=True)]
             outputs = [array.write(number, value) for array, value in zip(outputs, leaves, strict=True)]
             share = slices.share(number)
@@ -240,7 +242,7 @@ class Loops:
                 ]
                 with self._call_state.restored(), ReplayScope(known, _watch_nothing) as scope:
                     args, kwargs = self._arguments.filled(pieces)
-                    outputs = TensorLeaves(self._call(*args, **kwargs)).tensors
+                    outputs = TensorLeaves(self._call_on(number)(*args, **kwargs)).tensors
                 added = [tf.convert_to_tensor(loss) for loss in scope.losses]
             pairs = [
                 (output, slices.piece(gradient, number))
@@ -279,6 +281,9 @@ class Loops:
         for i, array in zip(sliced, arrays, strict=True):
             gradients[i] = slices.joined(array, tensors[i].shape)
         return [*gradients, *sums[: len(weights)]]
+
+    def _call_on(self, number: Any) -> Callable[..., Any]:
+        return on_part_of_batch(self._layer, self._call, self._slices.share(number))
 
     def _pieces(self, tensors: Sequence[Any], prepared: Sequence[Any], number: Any) -> list[Any]:
         return [

@@ -32,9 +32,12 @@ OPTIMIZERS = {
 
 
 def available(name: str) -> bool:
+    """Whether this Keras has the optimizer, and it trains there: before Keras 3.13 Muon fails on TensorFlow."""
     import keras
 
-    return hasattr(keras.optimizers, name)
+    if name == "Muon" and hasattr(keras.optimizers, name):
+        return hasattr(keras.optimizers.Muon(), "adam_weight_decay")
+    return hasattr(keras.optimizers, name if name != "MultiOptimizer" else "OptimizerMap")
 
 
 @functools.cache

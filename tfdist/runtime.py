@@ -101,7 +101,7 @@ def init(
         except BaseException as error:
             control.close(error=f"{type(error).__name__}: {error}")
             raise
-        control.on_failure(lambda error: engine.abort(str(error)))
+        control.on_failure(engine.abort)
         watchdog = Watchdog(control, engine.abort, timeout=timeout)
     _configure_devices(spec, environ)
     dedicated = choice.dedicated(strategy) if spec.size > 1 else 0

@@ -517,23 +517,27 @@ def late(rank: int, seconds: float) -> tuple[str, float]:
     return said, float(tfdist.allreduce(tf.constant(1.0), op=tfdist.Sum, name="afterwards"))
 
 
-def dies(rank: int, mode: str) -> str:
-    """One rank is killed while the others wait for it."""
+def dies(rank: int, mode: str) -> list[str]:
+    """One rank is killed while others wait: their errors, in that collective, in a new one, in the engine."""
     import os
     import signal
 
-    if mode == "graph":
-        traced = tf.function(lambda x: tfdist.allreduce(x))
-        traced(tf.ones([3]))
+    def allreduce(length: int) -> None:
+        traced(tf.ones([length])) if mode == "graph" else tfdist.allreduce(tf.ones([length]))
+
+    traced = tf.function(lambda x: tfdist.allreduce(x))
+    allreduce(3)
     if tfdist.rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        for _ in range(100):
-            (traced if mode == "graph" else tfdist.allreduce)(tf.ones([3]))
-    except Exception as error:
-        explained = operations.translate(error)
-        return f"{type(explained).__name__}: {explained}"
-    return "no error"
+    errors = []
+    for call in (lambda: allreduce(3), lambda: allreduce(4), world.current().engine.start):
+        try:
+            for _ in range(100):
+                call()
+        except Exception as error:
+            explained = operations.translate(error)
+            errors.append(f"{type(explained).__name__}: {explained}")
+    return errors
 
 
 def results_by_rank() -> dict[str, list[int]]:

@@ -44,8 +44,8 @@ def seconds_until_aborted(
 ) -> tuple[float | None, str]:
     aborted, reasons = threading.Event(), []
 
-    def abort(reason: str) -> None:
-        reasons.append(reason)
+    def abort(error: Exception) -> None:
+        reasons.append(str(error))
         aborted.set()
 
     watchdog: Any = Watchdog(control, abort, timeout=TIMEOUT)  # type: ignore[arg-type]

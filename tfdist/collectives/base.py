@@ -79,8 +79,8 @@ class Engine(abc.ABC):
         """Orderly end; all ranks call it. Idempotent."""
 
     @abc.abstractmethod
-    def abort(self, reason: str) -> None:
-        """Makes every pending and later collective of this rank fail with `reason`.
+    def abort(self, error: Exception) -> None:
+        """Makes every pending and later collective of this rank fail because of `error`, which later ones raise.
 
         Called from the control thread when a peer is lost; must not block.
         """

@@ -26,7 +26,7 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec
 from tfdist.collectives.base import Engine, Group, ReduceOp
 from tfdist.collectives.sink import Sink
-from tfdist.errors import BackendUnavailableError, CollectiveError
+from tfdist.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from tfdist.collectives.horovod_start import HorovodRuntime
@@ -74,25 +74,25 @@ class HorovodCollectives(Engine):
         }
         self._unknown: tf.Variable | None = None
         self._sink = Sink()
-        self._aborted = ""
+        self._aborted: Exception | None = None
         self._aborting: threading.Thread | None = None
 
     def start(self) -> None:
         """Horovod runs already; fails once the engine was aborted."""
-        if self._aborted:
-            raise CollectiveError(self._aborted)
+        if self._aborted is not None:
+            raise self._aborted
 
     def stop(self) -> None:
         """Ends Horovod; waits until all ranks do."""
         if self._aborting is not None:
             self._aborting.join(_PATIENCE)  # two threads in Horovod's shutdown wait for each other for ever
-        elif not self._aborted:
+        elif self._aborted is None:
             self._runtime.stop()
 
-    def abort(self, reason: str) -> None:
+    def abort(self, error: Exception) -> None:
         """Asks Horovod to shut down, which fails everything pending on all ranks."""
-        if not self._aborted:
-            self._aborted = reason
+        if self._aborted is None:
+            self._aborted = error
             self._aborting = threading.Thread(target=self._end, name="tfdist-horovod-abort", daemon=True)
             self._aborting.start()
 

@@ -33,7 +33,7 @@ class SingleEngine(Engine):
     def stop(self) -> None:
         """Nothing to stop."""
 
-    def abort(self, reason: str) -> None:
+    def abort(self, error: Exception) -> None:
         """Nothing is ever pending."""
 
     def allreduce(

@@ -37,7 +37,6 @@ from tfdist.collectives.tf_words import (
     static_size,
     to_words,
 )
-from tfdist.errors import CollectiveError
 
 if TYPE_CHECKING:
     from tfdist.control import ControlPlane
@@ -106,12 +105,12 @@ class TfCollectives(Engine):
         self._sink = Sink()
         self._lock = threading.Lock()
         self._started = False
-        self._aborted = ""
+        self._aborted: Exception | None = None
 
     def start(self) -> None:
         """Initialises TensorFlow's context and waits for the peers' servers."""
-        if self._aborted:
-            raise CollectiveError(self._aborted)
+        if self._aborted is not None:
+            raise self._aborted
         with self._lock:
             if self._started:
                 return
@@ -124,14 +123,14 @@ class TfCollectives(Engine):
     def stop(self) -> None:
         """Nothing to end: TensorFlow can't stop a server, it ends with the process."""
 
-    def abort(self, reason: str) -> None:
+    def abort(self, error: Exception) -> None:
         """Makes all collectives of this process fail; TensorFlow keeps no way back from there."""
-        self._aborted = reason
+        self._aborted = error
         if tf_server.context_exists():
             from tensorflow.python.eager import context
 
             # On one line, because TensorFlow logs it, too, and `tfdist run` hides that line as a repetition.
-            context.context().abort_collective_ops(tf.errors.UNAVAILABLE, " ".join(reason.split()))
+            context.context().abort_collective_ops(tf.errors.UNAVAILABLE, " ".join(str(error).split()))
 
     @_in_a_frame_of_its_own
     def allreduce(

@@ -46,7 +46,7 @@ class Watchdog:
         timeout: bound in seconds.
     """
 
-    def __init__(self, control: ControlPlane, abort: Callable[[str], None], *, timeout: float) -> None:
+    def __init__(self, control: ControlPlane, abort: Callable[[Exception], None], *, timeout: float) -> None:
         self._control = control
         self._abort = abort
         self._timeout = timeout
@@ -134,4 +134,4 @@ class Watchdog:
         self.error = CollectiveTimeoutError(text)
         if wait.printing:
             print(f"tfdist: {text}", file=sys.stderr, flush=True)
-        self._abort(text)
+        self._abort(self.error)

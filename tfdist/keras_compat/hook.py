@@ -39,3 +39,10 @@ class Hook(Protocol):
 
     def tell(self, message: str) -> None:
         """Says something to the user, once."""
+
+
+class ReplicaHook(Hook, Protocol):
+    """What also decides how data reach the replicas of a `tf.distribute.Strategy`."""
+
+    def distribute(self, strategy: Any, dataset: Any) -> tuple[Any, int]:
+        """The distributed dataset, and how many elements of `dataset` make one of its steps."""

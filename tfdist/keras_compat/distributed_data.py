@@ -13,6 +13,7 @@ Four faults of `keras/src/backend/tensorflow/trainer.py`:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,20 +59,10 @@ def step_by_step(original: Callable[..., Callable[[Any], Any]]) -> Callable[...,
             return one_step
 
         def function(iterator: Any) -> Any:
-            steps = int(self.steps_per_execution)
-            if steps == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
+            if self.steps_per_execution == 1 or not isinstance(iterator, tf.distribute.DistributedIterator):
                 return one_step(iterator)
-            outputs = None
-            self.steps_per_execution = 1
-            try:
-                for _ in range(steps):
-                    outputs = one_step(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if outputs is None:
-                    raise
-            finally:
-                self.steps_per_execution = steps
-            return outputs
+            # Keras calls step by step for iterators of Python; the first batch shows whether there is one.
+            return one_step(itertools.chain([next(iterator)], iterator))
 
         return function
 

@@ -79,7 +79,7 @@ def common_state(model: Any, *, ignore: Sequence[str]) -> list[Any]:
 
 def merges_logs(model: Any) -> bool:
     """Whether `model` is in a `fit()` whose logs are those of all ranks' data."""
-    return model in _sessions
+    return world.current().is_placed or model in _sessions
 
 
 class FitHook:
@@ -230,7 +230,7 @@ class FitHook:
             self._batches[model] = spec
         act_on_built(model)
         if not joint_step.is_alone():
-            _require_equal_start(model)
+            require_equal_start(model)
 
     @contextlib.contextmanager
     def joint_step(self, model: Any, data: Any) -> Iterator[None]:
@@ -320,7 +320,7 @@ def samples(data: Any) -> Any:
     return 1
 
 
-def _require_equal_start(model: Any) -> None:
+def require_equal_start(model: Any) -> None:
     """Refuses to train ranks that start from different weights: they would never become equal."""
     ranks = ranks_of(model.optimizer)
     if len(ranks) == 1:

@@ -318,6 +318,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable's gradient to its rank: it is not combined with the other ranks'."""
+        if self._self_strategy.places_replicas():
+            raise TfdistError(
+                f"Strategy {world.current().strategy} gives every replica the same gradients, so no variable can be "
+                'local. Use strategy="ring".'
+            )
         if self._self_strategy.divides_state:
             raise TfdistError(
                 f"Strategy {world.current().strategy} has one rank update each variable, and gives the others its "

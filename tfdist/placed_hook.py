@@ -52,6 +52,9 @@ class PlacedHook:
     def evaluate(self, model: Any, data: Any, run: Callable[[], Any]) -> Any:
         return self._watched(f"evaluate of model {model.name!r}", run)
 
+    def predict(self, model: Any, run: Callable[[], Any]) -> Any:
+        return self._watched(f"predict of model {model.name!r}", run)
+
     def event(self, name: str, callbacks: Any, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         model = arguments[0] if name == "set_model" else callbacks.model
         session = None if model is None else self._sessions.get(model)
@@ -80,6 +83,8 @@ class PlacedHook:
 
     def before_first_step(self, model: Any, spec: Any) -> None:
         fit_hook.act_on_built(model)
+        if not joint_step.is_alone():
+            fit_hook.require_equal_start(model)
 
     @contextlib.contextmanager
     def joint_step(self, model: Any, data: Any) -> Iterator[None]:

@@ -42,7 +42,10 @@ class Hook(Protocol):
 
 
 class ReplicaHook(Hook, Protocol):
-    """What also decides how data reach the replicas of a `tf.distribute.Strategy`."""
+    """What else there is where replicas are those of a `tf.distribute.Strategy`."""
+
+    def predict(self, model: Any, run: Callable[[], Any]) -> Any:
+        """Runs one `predict()` of `model`."""
 
     def distribute(self, strategy: Any, dataset: Any) -> tuple[Any, int]:
         """The distributed dataset, and how many elements of `dataset` make one of its steps."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.keras_compat.atomic_assign import atomic
+from tfdist.keras_compat.fit_loop import announced_predict
+from tfdist.keras_compat.hook import ReplicaHook
 from tfdist.keras_compat.replica_state import as_number, note_assignment, seed_by_replica
 from tfdist.keras_compat.replica_weights import scale_by_rows, unscale_by_rows
 
@@ -27,7 +29,7 @@ def is_slot() -> bool:
     return _making.slot
 
 
-def patches(hook: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def patches(hook: ReplicaHook) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yields owner, name and replacement of each."""
     import keras
     from keras.src.backend.tensorflow import trainer
@@ -50,6 +52,7 @@ def patches(hook: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield keras.Model, "_maybe_symbolic_build", distributed_data.build_from_spec(build)
     steps = keras.Model._make_function
     yield keras.Model, "_make_function", distributed_data.step_by_step(steps)
+    yield keras.Model, "predict", announced_predict(keras.Model.predict, hook)
     yield trainer, "reduce_per_replica", distributed_data.reduce_logs_locally(trainer.reduce_per_replica)
     iterator = trainer.TFEpochIterator
     yield iterator, "__init__", distributed_data.distribute_by(iterator.__init__, hook)

@@ -18,4 +18,10 @@ class Mirrored(Replicated):
 
     @classmethod
     def distribution(cls, here: world.World) -> Any:
-        return tf.distribute.MirroredStrategy(local_devices(here.devices))
+        devices = local_devices(here.devices)
+        # On CPUs TensorFlow would take collectives, whose keys clash with those of an earlier strategy of this process
+        # ("Shape mismatch in the collective instance"); devices of one host need none.
+        on_cpu = all("CPU" in device for device in devices)
+        return tf.distribute.MirroredStrategy(
+            devices, cross_device_ops=tf.distribute.ReductionToOneDevice() if on_cpu else None
+        )

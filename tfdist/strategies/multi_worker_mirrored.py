@@ -6,6 +6,7 @@ has reserved, with a context set up for collectives; the strategy's collectives 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +18,8 @@ from tfdist.strategies.devices import local_devices
 from tfdist.strategies.mirrored import Mirrored
 from tfdist.strategies.replicated import Replicated
 
-_FIRST_KEY = 1 << 24  # far above those that the engine's control channel hands out
+# Group keys, far above those that the engine's control channel hands out; each strategy of a process has its own.
+_first_keys = itertools.count(1 << 24, 1 << 10)
 
 
 class MultiWorkerMirrored(Replicated):
@@ -37,9 +39,8 @@ class MultiWorkerMirrored(Replicated):
 class _OnEngine(tf.distribute.MultiWorkerMirroredStrategy):  # type: ignore[misc]
     """MultiWorkerMirroredStrategy on the server of the `tf` engine."""
 
-    _collective_key_base = _FIRST_KEY
-
     def __init__(self, devices: int) -> None:
+        self._collective_key_base = next(_first_keys)
         cluster, task = tf_server.configured_cluster()
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(cluster), task_type=tf_server.JOB, task_id=task, rpc_layer="grpc"

@@ -291,7 +291,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         variables: Sequence[Any],
         apply: Callable[[Sequence[Any], Sequence[Any]], Any],
     ) -> None:
-        """`update_through` in a replica of a `tf.distribute.Strategy`: each device accumulates and applies alone."""
+        """`update_through` in a replica: sums over the replicas, then each device accumulates and applies alone."""
         if not outer.built:
             (self if outer is self.__wrapped__ else outer).build(variables)
 
@@ -320,8 +320,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         """Leaves a variable's gradient to its rank: it is not combined with the other ranks'."""
         if self._self_strategy.places_replicas():
             raise TfdistError(
-                f"Strategy {world.current().strategy} gives every replica the same gradients, so no variable can be "
-                'local. Use strategy="ring".'
+                f"Strategy {world.current().strategy} gives every replica the same gradients, so no variable can "
+                'be local. Use strategy="ring".'
             )
         if self._self_strategy.divides_state:
             raise TfdistError(

@@ -42,7 +42,7 @@ class PlacedHook:
             return run()
         except Exception as error:
             explained = operations.translate(error, waiting_for=f"fit() of model {model.name!r}")
-            session.fail(explained)
+            session.fail(explained if isinstance(explained, Exception) else error)
             if explained is error:
                 raise
             raise explained from error
@@ -71,7 +71,11 @@ class PlacedHook:
             self._unproven.discard(model)
             return
         placed.require_scope(model._distribute_strategy, f"model {model.name!r}")
-        if has_stock_train_step(model) and model.optimizer is not None and not is_distributed(model.optimizer):
+        if (
+            has_stock_train_step(model)
+            and model.optimizer is not None
+            and not is_distributed(model.optimizer)
+        ):
             raise OutOfSyncError(fit_hook.unwrapped(model))
         if model.jit_compile and not model.run_eagerly:
             raise TfdistError(
@@ -147,7 +151,9 @@ def _divided(dataset: Any, devices: int) -> Any:
         return dataset
 
     def parts(*batch: Any) -> Any:
-        leaves = [leaf for leaf in keras.tree.flatten(batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0]
+        leaves = [
+            leaf for leaf in keras.tree.flatten(batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0
+        ]
         rows = tf.shape(leaves[0], out_type=tf.int64)[0]
 
         def part(number: Any) -> Any:

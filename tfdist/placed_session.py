@@ -1,4 +1,4 @@
-"""One `fit()` of several workers under `multi_worker_mirrored`: they begin, decide and end together, or fail together.
+"""One `fit()` under `multi_worker_mirrored`: its workers begin, decide and end together, or fail together.
 
 Steps need no care: TensorFlow gives a worker that has run out of data empty batches until nobody has any. Logs are
 those of all workers. But a callback may stop one worker, or raise there; the others then learn at the end of the

@@ -49,8 +49,9 @@ def init(
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
         strategy: `ring`; `parameter_server(servers=k, dedicated=False, server_loss=False)` with k = 1 by default;
-            `mirrored(devices=k)`, `multi_worker_mirrored(devices=k)` or `central_storage(devices=k)`, with k devices
-            of each process, by default all; or `auto`, which takes the one that is fastest by `tfdist.cost` and fits into memory, and prints why.
+            `mirrored(devices=k)`, `multi_worker_mirrored(devices=k)` or `central_storage(devices=k)`, with k
+            devices of each process, by default all; or `auto`, which takes the one that is fastest by
+            `tfdist.cost` and fits into memory, and prints why.
             Default: the launcher's `--strategy`, else `ring`.
         timeout: bound in seconds of every wait for another rank, start-up included. Default: the launcher's
             `--timeout`, else 300.
@@ -191,10 +192,11 @@ def scope() -> Iterator[None]:
     Reference: `tf.distribute.Strategy.scope`, which it enters.
     """
     here = world.current()
-    waits = here.is_placed and here.watchdog is not None
-    with here.watchdog.watch("tfdist.scope") if waits and here.watchdog else contextlib.nullcontext():
-        with placed.scope():
-            yield
+    bounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if here.is_placed and here.watchdog is not None:
+        bounded = here.watchdog.watch("tfdist.scope")  # ranks meet where variables are made
+    with bounded, placed.scope():
+        yield
 
 
 def _backend_of_placed(backend: str, strategy: str) -> str:

@@ -87,7 +87,9 @@ def differences(strategy: str | None, case: dict[str, Any]) -> dict[str, Any]:
 
         with tfdist.local():
             keras.utils.set_random_seed(3)
-            alone = compiled(models.reference(case["kind"]), loss_scaled(optimizer(), case["scaled"]), jit_compile=False)
+            alone = compiled(
+                models.reference(case["kind"]), loss_scaled(optimizer(), case["scaled"]), jit_compile=False
+            )
             alone.set_weights(before)
             alone.optimizer.build(alone.trainable_variables)
             expected = alone.fit(
@@ -123,7 +125,12 @@ def normalized(strategy: str | None) -> dict[str, Any]:
         keras.utils.set_random_seed(3)
         layers = keras.layers
         return keras.Sequential(
-            [keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.BatchNormalization(momentum=0.5), layers.Dense(1)]
+            [
+                keras.Input((6,)),
+                layers.Dense(8, activation="tanh"),
+                layers.BatchNormalization(momentum=0.5),
+                layers.Dense(1),
+            ]
         )
 
     with under(strategy):
@@ -140,7 +147,9 @@ def normalized(strategy: str | None) -> dict[str, Any]:
         optimizer = keras.optimizers.SGD(0.05)
         for start in [*range(0, len(x), BATCH)] * 2:
             rows = np.arange(start, min(start + BATCH, len(x)))
-            parts = [part for own in np.array_split(rows, ranks) for part in np.array_split(own, replicas // ranks)]
+            parts = [
+                part for own in np.array_split(rows, ranks) for part in np.array_split(own, replicas // ranks)
+            ]
             old = [variable.numpy() for variable in alone.non_trainable_variables]
             statistics = [np.zeros_like(value) for value in old]
             gradients: list[Any] = [0.0] * len(alone.trainable_variables)
@@ -174,8 +183,12 @@ def normalized_together(strategy: str | None) -> dict[str, Any]:
 
     def compiled(layer: Any, optimizer: Any) -> Any:
         keras.utils.set_random_seed(3)
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), layer(momentum=0.5), keras.layers.Dense(3)])
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(8), layer(momentum=0.5), keras.layers.Dense(3)]
+        )
+        model.compile(
+            optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False
+        )
         return model
 
     with under(strategy):
@@ -190,7 +203,11 @@ def normalized_together(strategy: str | None) -> dict[str, Any]:
             alone.set_weights(before)
             alone.fit(x, y, batch_size=BATCH, shuffle=False, epochs=2, verbose=0)
     after = bodies.weights_of(model)
-    return {"weights": _apart(after, bodies.weights_of(alone)), "moved": _apart(after, before), "digest": bodies.digest(after)}
+    return {
+        "weights": _apart(after, bodies.weights_of(alone)),
+        "moved": _apart(after, before),
+        "digest": bodies.digest(after),
+    }
 
 
 def dropped(strategy: str) -> tuple[int, int]:
@@ -213,7 +230,11 @@ def dropped(strategy: str) -> tuple[int, int]:
                 [keras.Input((20,)), keras.layers.Dropout(0.5, seed=3), Watching(), keras.layers.Dense(1)]
             )
             model.compile(tfdist.DistributedOptimizer("sgd"), "mse", run_eagerly=True)
-        model.fit(tfdist.shard((np.ones((8, 20)), np.ones((8, 1))), batch_size=8 // replicas), verbose=0, shuffle=False)
+        model.fit(
+            tfdist.shard((np.ones((8, 20)), np.ones((8, 1))), batch_size=8 // replicas),
+            verbose=0,
+            shuffle=False,
+        )
     return len(set(masks)), replicas
 
 
@@ -237,8 +258,16 @@ def saved(strategy: str | None, folder: str) -> dict[str, Any]:
         stop = keras.callbacks.EarlyStopping("loss", min_delta=10.0, patience=1)
         save = keras.callbacks.ModelCheckpoint(path)
         log = keras.callbacks.CSVLogger(f"{folder}/log.csv")
-        callbacks = [*tfdist.callbacks.default(), tfdist.callbacks.DesyncCheckCallback(every_n_steps=2), stop, save, log]
-        epochs = len(model.fit(data(), epochs=5, verbose=0, shuffle=False, callbacks=callbacks).history["loss"])
+        callbacks = [
+            *tfdist.callbacks.default(),
+            tfdist.callbacks.DesyncCheckCallback(every_n_steps=2),
+            stop,
+            save,
+            log,
+        ]
+        epochs = len(
+            model.fit(data(), epochs=5, verbose=0, shuffle=False, callbacks=callbacks).history["loss"]
+        )
         with tfdist.local():
             plain = keras.models.load_model(path)
         slots = [np.asarray(variable) for variable in model.optimizer.variables]
@@ -355,7 +384,9 @@ def failing() -> str:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(tfdist.DistributedOptimizer("sgd"), loss)
     try:
-        model.fit(tfdist.shard((x, y), batch_size=4), epochs=3, verbose=0, shuffle=False, callbacks=[Failing()])
+        model.fit(
+            tfdist.shard((x, y), batch_size=4), epochs=3, verbose=0, shuffle=False, callbacks=[Failing()]
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -364,4 +395,6 @@ def failing() -> str:
 def _apart(ones: Any, others: Any) -> float:
     """The largest difference between two lists of arrays."""
     pairs = zip(ones, others, strict=True)
-    return max(float(np.abs(np.asarray(one, "float64") - np.asarray(other, "float64")).max()) for one, other in pairs)
+    return max(
+        float(np.abs(np.asarray(one, "float64") - np.asarray(other, "float64")).max()) for one, other in pairs
+    )

@@ -128,8 +128,8 @@ def _shard(
         if world.current().is_placed and world.replicas() > 1:
             raise ValueError(
                 f"Under strategy {world.current().strategy} tfdist.shard deals out arrays and tf.data.Datasets; a "
-                "PyDataset makes batches for one device. Make it a tf.data.Dataset, or pass it to fit() as it is, with "
-                "batches for all devices."
+                "PyDataset makes batches for one device. Make it a tf.data.Dataset, or pass it to fit() as it is, "
+                "with batches for all devices."
             )
         if shuffle:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`Variable.assign_add` and `assign_sub` that add, rather than read, add and write (Keras >= 3.0, TensorFlow backend).
+"""`Variable.assign_add` and `assign_sub` that add, rather than read, add and write (Keras >= 3.3).
 
 Problem: `keras.Variable.assign_add(v)` is `assign(self + v)`. Where several devices or workers share one variable,
 all of them read it before any of them writes: additions are lost, or, under strategies that sum what replicas

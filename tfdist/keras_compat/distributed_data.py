@@ -8,7 +8,7 @@ Four faults of `keras/src/backend/tensorflow/trainer.py`:
    are this worker's, as under MirroredStrategy they are those of the replicas at hand.
 3. With `steps_per_execution` above 1 the loop over steps, a graph, fails when it runs ("You must feed a value for
    placeholder tensor"). The steps are called one by one.
-4. A dataset is always taken for global batches. Those of `tfdist.shard` may be per replica (`ReplicaHook.distribute`).
+4. A dataset is always taken for global batches. Those of `tfdist.shard` may be per replica (`ReplicaHook`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def distribute_by(original: Callable[..., None], hook: ReplicaHook) -> Callable[
     """`TFEpochIterator.__init__`."""
     from keras.src.trainers.epoch_iterator import EpochIterator
 
-    def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **options: Any) -> None:
+    def __init__(self: Any, distribute_strategy: Any = None, *args: Any, **options: Any) -> None:  # noqa: N807 (it replaces one)
         if distribute_strategy is None or distribute_strategy is tf.distribute.get_strategy():
             original(self, distribute_strategy, *args, **options)
             return

@@ -1,7 +1,7 @@
 """What is changed in Keras where `tf.distribute` places replicas, beside what every world needs.
 
-Each file explains its faults: `atomic_assign`, `distributed_data`, `replica_state`, `replica_weights`. The optimizer's
-side, `one_device`, changes nothing for good.
+Each file explains its faults: `atomic_assign`, `distributed_data`, `replica_state`, `replica_weights`. The
+optimizer's side, `one_device`, changes nothing for good.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ class Mirrored(Replicated):
     @classmethod
     def distribution(cls, here: world.World) -> Any:
         devices = local_devices(here.devices)
-        # On CPUs TensorFlow would take collectives, whose keys clash with those of an earlier strategy of this process
-        # ("Shape mismatch in the collective instance"); devices of one host need none.
+        # On CPUs TensorFlow would take collectives, whose keys clash with those of an earlier strategy of this
+        # process ("Shape mismatch in the collective instance"); devices of one host need none.
         on_cpu = all("CPU" in device for device in devices)
         return tf.distribute.MirroredStrategy(
             devices, cross_device_ops=tf.distribute.ReductionToOneDevice() if on_cpu else None

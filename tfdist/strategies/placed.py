@@ -18,7 +18,7 @@ _made: tuple[world.World, Any] | None = None
 
 
 def distribution() -> Any:
-    """The `tf.distribute.Strategy` of this world, made at the first call; None for `ring` and `parameter_server`."""
+    """The `tf.distribute.Strategy` of this world, made at the first call; None where there is none."""
     global _made
     here = world.current()
     if _made is None or _made[0] is not here:
@@ -54,6 +54,6 @@ def require_scope(made_under: Any, what: str) -> None:
     if strategy is not None and made_under is not strategy:
         found = "outside of any scope" if made_under is None else f"under {type(made_under).__name__}"
         raise TfdistError(
-            f"Strategy {world.current().strategy} trains only what is made inside `with tfdist.scope():`, but {what} "
-            f"was made {found}. Put building and compiling, or tfdist.load_model, into the scope."
+            f"Strategy {world.current().strategy} trains only what is made inside `with tfdist.scope():`, but "
+            f"{what} was made {found}. Put building and compiling, or tfdist.load_model, into the scope."
         )

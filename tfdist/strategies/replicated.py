@@ -77,8 +77,8 @@ class Replicated(Strategy):
         replica = tf.distribute.get_replica_context()
         if replica is None or replica.strategy is not placed.distribution():
             raise TfdistError(
-                f"Strategy {self.name} updates weights in the replicas' train step. Call apply from a function that "
-                "`strategy.run` runs, as fit() does, with strategy = tf.distribute.get_strategy() inside "
+                f"Strategy {self.name} updates weights in the replicas' train step. Call apply from a function "
+                "that `strategy.run` runs, as fit() does, with strategy = tf.distribute.get_strategy() inside "
                 "`with tfdist.scope():`."
             )
         self.reducer.calls += 1
@@ -88,7 +88,10 @@ class Replicated(Strategy):
         number = int(replica.strategy.extended._get_local_replica_id(replica._replica_id))
         copies = [keras_compat.copy_of(variable._value, number) for variable in statistics]
         share = 1.0 / replica.num_replicas_in_sync if weight is None else weight
-        sent = [self._prepared(gradient, variable, weight) for gradient, variable in zip(gradients, variables, strict=True)]
+        sent = [
+            self._prepared(gradient, variable, weight)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
         present = [i for i, gradient in enumerate(sent) if gradient is not None]
         means = [tf.math.multiply_no_nan(copy.read_value(), tf.cast(share, copy.dtype)) for copy in copies]
         sums = _sum_over_replicas(replica, [*(sent[i] for i in present), *means])
@@ -112,7 +115,9 @@ class Replicated(Strategy):
     ) -> Any:
         if weighed_by is not None:  # passes were accumulated, each by its rows
             gradients = [
-                None if gradient is None else tf.math.divide_no_nan(gradient, tf.cast(weighed_by, gradient.dtype))
+                None
+                if gradient is None
+                else tf.math.divide_no_nan(gradient, tf.cast(weighed_by, gradient.dtype))
                 for gradient in gradients
             ]
         return apply(gradients, variables)

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import fit_hook, joint_step, keras_compat, operations, world
-from tfdist.data.marks import Dealt, dealt
+from tfdist.data.marks import Dealt, batch_size_of, dealt
 from tfdist.errors import OutOfSyncError, TfdistError
 from tfdist.gradients import GradientReducer
 from tfdist.keras_compat import has_stock_train_step
@@ -111,9 +111,13 @@ class PlacedHook:
         how = dealt(dataset)
         if how is None and world.size() > 1:
             return strategy.experimental_distribute_dataset(dataset), 1
-        if how is not Dealt.TO_DEVICE:
-            dataset = _divided(dataset, devices)
         elements = devices if how is Dealt.TO_DEVICE else 1
+        size = batch_size_of(dataset) if elements > 1 else None
+        if size is not None:
+            # So that the last batches, if they are fewer than devices, still give each device some rows.
+            dataset = dataset.rebatch(size * devices)
+        if size is not None or elements == 1:
+            dataset = _divided(dataset, devices)
         return strategy.distribute_datasets_from_function(lambda _: dataset), elements
 
     def step(self, model: Any, run: Callable[[], Any]) -> Any:

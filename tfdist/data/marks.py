@@ -85,6 +85,18 @@ def dealt(dataset: Any) -> Dealt | None:
     return next((_dealt[stage] for stage in upstream(dataset) if stage in _dealt), None)
 
 
+def batch_size_of(dataset: Any) -> int | None:
+    """Rows of a full batch of `dataset`, if its last batching tells and leaves rows of equal shapes."""
+    for stage in upstream(dataset):
+        kind = type(stage).__name__.strip("_").removesuffix("Dataset")
+        if kind in _BATCH:
+            size = tf.get_static_value(getattr(stage, "_batch_size", None)) if kind != "PaddedBatch" else None
+            return None if size is None else int(size)
+        if kind not in _KEEP_ORDER | {"Shard", "Shuffle", "Repeat"}:
+            return None
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How the rows of a shard lie in the whole data.

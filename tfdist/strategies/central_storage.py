@@ -1,8 +1,8 @@
 """`central_storage`: one process, variables on one device, compute on many ("DataParallel").
 
 Weights and optimizer slots exist once, on the CPU where there are several devices; every replica reads them, and
-the first one makes the update. What replicas change in the forward pass (metrics, moving statistics, random states) is
-kept by each of them, and combined when it is read: TensorFlow would add their assignments up, or refuse them.
+the first one makes the update. What replicas change in the forward pass (metrics, moving statistics, random states)
+is kept by each of them, and combined when it is read: TensorFlow would add their assignments up, or refuse them.
 """
 
 from __future__ import annotations

@@ -71,7 +71,6 @@ def on_devices() -> dict[str, Any]:
     found["accumulation"] = said(
         lambda: fit(optimizer=lambda: keras.optimizers.SGD(gradient_accumulation_steps=2))
     )
-    found["steps"] = said(lambda: fit(optimizer=keras.optimizers.Adam, epochs=2, steps_per_execution=2))
     with unpatched() as strategy:
         with strategy.scope():
             seeds = keras.random.SeedGenerator(3)

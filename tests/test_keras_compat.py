@@ -159,7 +159,6 @@ def test_faults_of_keras_on_several_devices(fresh_world: Callable[..., World]) -
     assert found["ragged"] > 1e-4, "Keras weighs replicas by their rows: drop `replica_weights`"
     assert found["statistics"] > 1e-4, "Keras combines moving statistics: drop `note_assignment`"
     assert "merge_call" in found["accumulation"], "Keras accumulates under strategies: see `one_device`"
-    assert found["steps"] != "nothing", "steps_per_execution works under strategies: drop `step_by_step`"
     assert found["number"].startswith("TypeError"), "int(variable) works under strategies: drop `as_number`"
     assert found["seeds"], "Keras draws differently on replicas: drop `seed_by_replica`"
     assert found["added"] == 4.0, "assign_add adds once per replica: drop `atomic_assign`"

@@ -144,14 +144,15 @@ def _shard(
     _refuse_streams(data)
     tensors = as_tensors(data)
     shuffled = shuffle is None or bool(shuffle)
+    devices = world.current().devices
     plan = RowPlan(
         rows=rows_of(tensors),
-        ranks=ranks,
-        batch_size=(32 if batch_size is None else batch_size) * world.current().devices,
+        ranks=ranks * devices,
+        batch_size=32 if batch_size is None else batch_size,
         remainder=remainder or ("drop" if shuffled else "keep"),
     )
     common = agree(arguments | array_facts(tensors), proposal=proposal)
-    batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None)
+    batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None, devices=devices)
     if world.current().is_placed:
         deal(batches, Dealt.TO_PROCESS)
     return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if world.size() > 1 else batches

@@ -6,8 +6,8 @@ Four faults of `keras/src/backend/tensorflow/trainer.py`:
    it hands over per-replica values, on which the build fails. What a batch looks like is known without one.
 2. `reduce_per_replica` averages scalars along axis 0 between several workers, which fails. The logs of one batch
    are this worker's, as under MirroredStrategy they are those of the replicas at hand.
-3. With `steps_per_execution` above 1 the loop over steps, a graph, fails when it runs ("You must feed a value for
-   placeholder tensor"). The steps are called one by one.
+3. With `steps_per_execution` above 1 the loop over steps, a graph, fails when collectives run in it ("You must feed
+   a value for placeholder tensor"). Between several workers the steps are called one by one.
 4. A dataset is always taken for global batches. Those of `tfdist.shard` may be per replica (`ReplicaHook`).
 """
 
@@ -55,7 +55,7 @@ def step_by_step(original: Callable[..., Callable[[Any], Any]]) -> Callable[...,
 
     def _make_function(self: Any, step_function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         one_step = original(self, step_function)
-        if self._distribute_strategy is None:
+        if not _spans_workers(self._distribute_strategy):
             return one_step
 
         def function(iterator: Any) -> Any:

@@ -93,10 +93,10 @@ class RowPlan:
 
     def joined(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """`positions` and `bounds` of one reader in place of `count` ranks from `first` on, such as their process."""
-        ranks = range(first, first + count)
         if count == 1:
             return self.positions(first), self.bounds(first)
-        each = [np.split(self.positions(rank), self.bounds(rank)[1:-1]) for rank in ranks]
+        joined = range(first, first + count)
+        each = [np.split(self.positions(rank), self.bounds(rank)[1:-1]) for rank in joined]
         steps = [np.concatenate(parts) for parts in zip(*each, strict=True)]
         bounds = np.cumsum([0, *(len(step) for step in steps)])
         return np.concatenate(steps), bounds.astype(np.int64, copy=False)

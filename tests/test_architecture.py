@@ -28,6 +28,8 @@ LAYERS: list[set[str]] = [
     {"optimizer", "tape"},
     {"fit_session", "inference"},
     {"fit_hook"},
+    {"placed_session"},
+    {"placed_hook"},
     {"runtime", "callbacks", "pipeline"},
     {"launch"},
     {"bench"},

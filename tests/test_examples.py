@@ -67,6 +67,20 @@ def test_digits_on_parameter_servers(environment: dict[str, str]) -> None:
     assert "NOT" not in proof[0]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("mirrored(devices=2)", 1),
+        pytest.param("central_storage(devices=2)", 1, marks=pytest.mark.thorough),
+        ("multi_worker_mirrored", 2),
+    ],
+)
+def test_digits_on_replicas(environment: dict[str, str], strategy: str, ranks: int) -> None:
+    output = run(environment | {"TFDIST_STRATEGY": strategy}, "digits.py", "--epochs", "5", ranks=ranks)
+    proof = re.search(r"their weights are equal to those of one process with batch 64", output)
+    assert proof, output[-3000:]
+
+
 def test_loss_of_the_whole_batch_on_a_server(environment: dict[str, str]) -> None:
     strategy = {"TFDIST_STRATEGY": "parameter_server(server_loss=True)"}
     accuracy = re.search(

@@ -5,11 +5,13 @@ Then the patch can go, for that version of Keras and later.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests import replica_faults
 from tests.distributed import models
 from tests.worlds import World, on
 
@@ -150,3 +152,22 @@ def test_places_that_are_patched_or_used_exist(name: str) -> None:
     import keras
 
     assert hasattr(keras.Model, name)
+
+
+def test_faults_of_keras_on_several_devices(fresh_world: Callable[..., World]) -> None:
+    (found,) = fresh_world("single", 1, strategy="mirrored(devices=2)").call(replica_faults.on_devices)
+    assert found["ragged"] > 1e-4, "Keras weighs replicas by their rows: drop `replica_weights`"
+    assert found["statistics"] > 1e-4, "Keras combines moving statistics: drop `note_assignment`"
+    assert "merge_call" in found["accumulation"], "Keras accumulates under strategies: see `one_device`"
+    assert found["number"].startswith("TypeError"), "int(variable) works under strategies: drop `as_number`"
+    assert found["seeds"], "Keras draws differently on replicas: drop `seed_by_replica`"
+    assert found["added"] == 4.0, "assign_add adds once per replica: drop `atomic_assign`"
+
+
+def test_faults_of_keras_between_workers(fresh_world: Callable[..., World]) -> None:
+    world = fresh_world("tf", 2, strategy="multi_worker_mirrored(devices=2)")
+    for found in world.call(replica_faults.between_workers):
+        assert found["built"] != "nothing", "Keras builds between workers: drop `build_from_spec`"
+        assert found["reduced"] != "nothing", (
+            "Keras reduces scalars between workers: drop `reduce_logs_locally`"
+        )

@@ -90,6 +90,7 @@ class World:
         size: int,
         *,
         timeout: float = 60.0,
+        strategy: str = "ring",
     ) -> None:
         """Starts the processes, and has them call `tfdist.init()`.
 
@@ -97,12 +98,14 @@ class World:
             backend: `single`, `tf` or `horovod`.
             size: number of ranks.
             timeout: tfdist's own timeout inside the world, in seconds.
+            strategy: what the ranks are started with.
         """
         self.backend = backend
         self.size = size
         self.broken = False
         self.has_ended = False  # for tfdist, by an error of which it does not recover
         self._end = ""
+        self._strategy = strategy
         self._folder = Path(tempfile.mkdtemp(prefix="tfdist-world-"))
         self._channels: list[socket.socket] = []
         self._processes: list[ForkServerProcess] = []
@@ -201,6 +204,7 @@ class World:
             "TFDIST_RENDEZVOUS": f"file://{self._folder}/rendezvous",
             "TFDIST_BACKEND": self.backend,
             "TFDIST_TIMEOUT": timeout,
+            "TFDIST_STRATEGY": self._strategy,
         }
         variables = _inherited() | {name: str(value) for name, value in place.items()}
         process = _forking().Process(

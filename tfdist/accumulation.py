@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import joint_step
+from tfdist import joint_step, keras_compat
 
 
 class PassAccumulator:
@@ -29,6 +29,10 @@ class PassAccumulator:
         self._sums: dict[int, tf.Variable] = {}
         self._seen: tf.Variable | None = None
         self._shares: tf.Variable | None = None
+
+    def another(self) -> PassAccumulator:
+        """One with the same arguments and sums of its own."""
+        return PassAccumulator(self.passes, average=self._average)
 
     def add(
         self, gradients: Sequence[Any], variables: Sequence[Any], flush: Callable[[list[Any], Any], Any]
@@ -48,7 +52,7 @@ class PassAccumulator:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         sums = [self._sum_for(variables[i], gradients[i]) for i in present]
         if self._seen is None or self._shares is None:
-            with tf.init_scope():
+            with keras_compat.plain_variables():
                 self._seen = tf.Variable(0, dtype=tf.int64, trainable=False, name="passes_seen")
                 self._shares = tf.Variable(0.0, trainable=False, name="shares_seen")
         seen, shares = self._seen, self._shares
@@ -82,7 +86,7 @@ class PassAccumulator:
         key = id(variable)
         if key not in self._sums:
             # A variable cannot be made inside tf.function after its first trace; lift it out.
-            with tf.init_scope():
+            with keras_compat.plain_variables():
                 self._sums[key] = tf.Variable(
                     tf.zeros(variable.shape, gradient.dtype), trainable=False, name="gradient_sum"
                 )

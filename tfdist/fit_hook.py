@@ -55,6 +55,12 @@ def when_built(model: Any, action: Action) -> None:
         _actions.setdefault(model, []).append(action)
 
 
+def act_on_built(model: Any) -> None:
+    """Calls the actions that have waited until `model` is built."""
+    for action in _actions.pop(model, []):
+        action(model)
+
+
 def leave_local(model: Any, variables: Sequence[Any]) -> None:
     """Lets these variables of `model` differ between ranks when training starts."""
     _left_local.setdefault(model, set()).update(id(variable) for variable in variables)
@@ -73,7 +79,7 @@ def common_state(model: Any, *, ignore: Sequence[str]) -> list[Any]:
 
 def merges_logs(model: Any) -> bool:
     """Whether `model` is in a `fit()` whose logs are those of all ranks' data."""
-    return model in _sessions
+    return world.current().is_placed or model in _sessions
 
 
 class FitHook:
@@ -216,23 +222,22 @@ class FitHook:
             return
         stock = has_stock_train_step(model)
         if stock and model.optimizer is not None and not is_distributed(model.optimizer):
-            raise OutOfSyncError(_unwrapped(model))
+            raise OutOfSyncError(unwrapped(model))
         self._unproven.add(model)
 
     def before_first_step(self, model: Any, spec: Any) -> None:
         if spec is not None:
             self._batches[model] = spec
-        for action in _actions.pop(model, []):
-            action(model)
+        act_on_built(model)
         if not joint_step.is_alone():
-            _require_equal_start(model)
+            require_equal_start(model)
 
     @contextlib.contextmanager
     def joint_step(self, model: Any, data: Any) -> Iterator[None]:
         if joint_step.is_alone():
             yield
             return
-        with self._steps_of(model).step(None if data is None else _samples(data)), self._loss_of_all(model):
+        with self._steps_of(model).step(None if data is None else samples(data)), self._loss_of_all(model):
             yield
 
     def keeps_xla_out(self, model: Any) -> bool:
@@ -278,7 +283,7 @@ class FitHook:
                 raise explained from error
         if model in self._unproven:
             if GradientReducer.reductions == reductions and not has_reduced(model.optimizer):
-                raise OutOfSyncError(_bypassed(model))
+                raise OutOfSyncError(bypassed(model))
             self._unproven.discard(model)
         return result
 
@@ -302,7 +307,7 @@ def _leave_to_first_rank(session: FitSession, model: Any, callbacks: Any) -> Non
     callbacks.callbacks = kept
 
 
-def _samples(data: Any) -> Any:
+def samples(data: Any) -> Any:
     """Rows of the first input of a batch; 1 if there is nothing to count."""
     inputs = data[0] if isinstance(data, tuple | list) and data else data
     for value in keras.tree.flatten(inputs):
@@ -315,7 +320,7 @@ def _samples(data: Any) -> Any:
     return 1
 
 
-def _require_equal_start(model: Any) -> None:
+def require_equal_start(model: Any) -> None:
     """Refuses to train ranks that start from different weights: they would never become equal."""
     ranks = ranks_of(model.optimizer)
     if len(ranks) == 1:
@@ -334,7 +339,8 @@ def _require_equal_start(model: Any) -> None:
         )
 
 
-def _unwrapped(model: Any) -> str:
+def unwrapped(model: Any) -> str:
+    """Says why a model with a plain optimizer is refused."""
     kind = type(model.optimizer).__name__
     return (
         f"Model {model.name!r} would train on each of the {world.size()} ranks alone, and the ranks would drift "
@@ -344,7 +350,8 @@ def _unwrapped(model: Any) -> str:
     )
 
 
-def _bypassed(model: Any) -> str:
+def bypassed(model: Any) -> str:
+    """Says why a step without a reduction is refused."""
     return (
         f"The train_step of {type(model).__name__} made a step without combining gradients over the "
         f"{world.size()} ranks. Update through a tfdist.DistributedOptimizer, or take gradients from a "

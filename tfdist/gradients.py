@@ -123,7 +123,7 @@ class GradientReducer:
             elif (
                 self.sparse_as_dense
                 or self.op is ReduceOp.ADASUM
-                or _table_bytes(gradient) <= SMALL_TABLE_BYTES
+                or table_bytes(gradient) <= SMALL_TABLE_BYTES
             ):
                 reduced[i] = to_dense(gradient)
                 dense.append(i)
@@ -373,7 +373,8 @@ def _table_shape(slices: tf.IndexedSlices) -> list[int]:
     return [int(length) for length in tf.get_static_value(slices.dense_shape)]
 
 
-def _table_bytes(slices: tf.IndexedSlices) -> int:
+def table_bytes(slices: tf.IndexedSlices) -> int:
+    """Bytes of the table that the slices are rows of."""
     size = slices.values.dtype.size
     for length in _table_shape(slices):
         size *= length

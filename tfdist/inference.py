@@ -72,6 +72,9 @@ def evaluate(model: Any, data: Any, **options: Any) -> dict[str, Any]:
         >>> tfdist.evaluate(model, data, verbose=0)
         {'loss': 1.0}
     """
+    if world.current().is_placed:  # metrics are those of all replicas
+        placed_logs: dict[str, Any] = model.evaluate(data, **options, return_dict=True)
+        return placed_logs
     with _failing_together("evaluate"):
         if world.rank() > 0:
             options["verbose"] = 0
@@ -152,6 +155,8 @@ def predict(
         >>> tfdist.predict(model, np.array([[1.0, 2.0], [3.0, 4.0]]), verbose=0).tolist()
         [[3.0], [7.0]]
     """
+    if world.current().is_placed:
+        return model.predict(data, batch_size=batch_size, steps=steps, callbacks=callbacks, **options)
     with _failing_together("predict"):
         if gather not in ("all", "root"):
             raise ValueError(f'`gather` must be "all" or "root". Received: {gather!r}.')

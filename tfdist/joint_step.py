@@ -113,7 +113,7 @@ class JointSteps:
 
 
 class _Current(threading.local):
-    step: _Step | None = None
+    step: Any = None
     alone = False
 
 
@@ -201,9 +201,31 @@ def proceeds(message: Any) -> Any:
     return tf.reduce_sum(message * _PROCEEDS) > 0.0
 
 
-def current() -> _Step | None:
+def current() -> Any:
     """The step that is being traced or run, if it is one of `fit()`."""
     return _current.step
+
+
+class _Counted:
+    """A step of replicas, which `tf.distribute` keeps together: only the rows of all of them are told."""
+
+    idle = False
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def share(self) -> Any:
+        return self._rows / FULL_SHARE
+
+
+@contextlib.contextmanager
+def counting(rows: Any) -> Iterator[None]:
+    """Inside, a pass counts by `rows`, those of all replicas, a float32 scalar."""
+    outer, _current.step = _current.step, _Counted(rows)
+    try:
+        yield
+    finally:
+        _current.step = outer
 
 
 @contextlib.contextmanager

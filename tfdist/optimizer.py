@@ -121,6 +121,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         self._self_accumulator = PassAccumulator(
             backward_passes_per_step, average=average_aggregated_gradients
         )
+        self._self_accumulators: dict[int, PassAccumulator] = {}  # of each device
         self._self_loop = joining.LoopSteps()
         self._self_reduced = False
         self._self_variables: list[Any] = []
@@ -257,6 +258,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         if variables is None:
             variables = self._self_variables or outer._trainable_variables
         variables = list(variables)
+        if self._self_strategy.places_replicas():
+            self._update_replica(outer, gradients, variables, apply)
+            return None
         step = joint_step.current()
         if step is None and (self._self_reducer.group or world.current().everyone).size > 1:
             return self._self_loop.step(
@@ -280,6 +284,30 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             ),
         )
 
+    def _update_replica(
+        self,
+        outer: Any,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        apply: Callable[[Sequence[Any], Sequence[Any]], Any],
+    ) -> None:
+        """`update_through` in a replica: sums over the replicas, then each device accumulates and applies alone."""
+        if not outer.built:
+            (self if outer is self.__wrapped__ else outer).build(variables)
+
+        def apply_window(window: Sequence[Any], chosen: Sequence[Any], share: Any) -> Any:
+            with self._already_reduced():
+                return self._self_strategy.update(window, chosen, apply, optimizer=outer, weighed_by=share)
+
+        def update(total: Sequence[Any], chosen: Sequence[Any], device: int) -> None:
+            if device not in self._self_accumulators:
+                self._self_accumulators[device] = self._self_accumulator.another()
+            self._self_accumulators[device].add(
+                total, chosen, lambda window, share: apply_window(window, chosen, share)
+            )
+
+        self._self_strategy.run(gradients, variables, outer, update)
+
     @contextlib.contextmanager
     def _already_reduced(self) -> Iterator[None]:
         self._self_reduced = True
@@ -290,6 +318,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable's gradient to its rank: it is not combined with the other ranks'."""
+        if self._self_strategy.places_replicas():
+            raise TfdistError(
+                f"Strategy {world.current().strategy} gives every replica the same gradients, so no variable can "
+                'be local. Use strategy="ring".'
+            )
         if self._self_strategy.divides_state:
             raise TfdistError(
                 f"Strategy {world.current().strategy} has one rank update each variable, and gives the others its "

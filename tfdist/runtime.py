@@ -21,8 +21,9 @@ from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
 from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
+from tfdist.placed_hook import PlacedHook
 from tfdist.process_sets import ProcessSet, add_process_set, registered, require_distinct
-from tfdist.strategies import choice
+from tfdist.strategies import choice, devices, placed
 
 BACKENDS = ("auto", "tf", "horovod", "single")
 DEFAULT_TIMEOUT = 300.0
@@ -48,7 +49,9 @@ def init(
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
         strategy: `ring`; `parameter_server(servers=k, dedicated=False, server_loss=False)` with k = 1 by default;
-            or `auto`, which takes the one that is fastest by `tfdist.cost` and fits into memory, and prints why.
+            `mirrored(devices=k)`, `multi_worker_mirrored(devices=k)` or `central_storage(devices=k)`, with k
+            devices of each process, by default all; or `auto`, which takes the one that is fastest by
+            `tfdist.cost` and fits into memory, and prints why.
             Default: the launcher's `--strategy`, else `ring`.
         timeout: bound in seconds of every wait for another rank, start-up included. Default: the launcher's
             `--timeout`, else 300.
@@ -82,6 +85,9 @@ def init(
     everyone = Group(tuple(range(spec.size)))
     strategy = _strategy(strategy, environ.get("TFDIST_STRATEGY"), spec.size)
     require_distinct([process_set.ranks for process_set in sets], size=spec.size)
+    is_placed = choice.places_replicas(strategy)
+    if is_placed and spec.size > 1:
+        backend = _backend_of_placed(backend, strategy)
     if spec.size == 1:
         engine = select.choose(spec, None, backend=backend, timeout=timeout)
         control, watchdog = None, None
@@ -103,11 +109,20 @@ def init(
             raise
         control.on_failure(engine.abort)
         watchdog = Watchdog(control, engine.abort, timeout=timeout)
-    _configure_devices(spec, environ)
+    count = choice.devices(strategy)
+    _configure_devices(spec, environ, count or 1)
     dedicated = choice.dedicated(strategy) if spec.size > 1 else 0
-    world.install(world.World(spec, engine, control, strategy, timeout, everyone, watchdog, dedicated))
-    if spec.size > 1:
+    world.install(
+        world.World(
+            spec, engine, control, strategy, timeout, everyone, watchdog, dedicated,
+            devices=devices.prepare_devices(count) if is_placed else 1, is_placed=is_placed,
+        )
+    )  # fmt: skip
+    if is_placed:
+        keras_compat.install_for_replicas(PlacedHook())
+    elif spec.size > 1:
         keras_compat.install(fit_hook.FitHook())
+    if spec.size > 1:
         _announce_crashes()
     atexit.register(shutdown)
     for process_set in sets:
@@ -125,6 +140,7 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     ended = world.current()
     keras_compat.uninstall()
+    placed.forget()
     world.install(None)
     if ended.watchdog is not None:
         ended.watchdog.stop()
@@ -157,6 +173,39 @@ def local() -> Iterator[None]:
     """
     with joint_step.alone():
         yield
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Where models and optimizers are made and compiled, or loaded; under every strategy.
+
+    Under `mirrored`, `multi_worker_mirrored` and `central_storage` variables made inside are those of all devices;
+    elsewhere it does nothing. Under `multi_worker_mirrored` every rank enters it, and makes the same variables.
+
+    Example:
+        >>> import keras, tfdist
+        >>> tfdist.init()
+        >>> with tfdist.scope():
+        ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        ...     model.compile(tfdist.DistributedOptimizer("sgd"), "mse")
+
+    Reference: `tf.distribute.Strategy.scope`, which it enters.
+    """
+    here = world.current()
+    bounded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if here.is_placed and here.watchdog is not None:
+        bounded = here.watchdog.watch("tfdist.scope")  # ranks meet where variables are made
+    with bounded, placed.scope():
+        yield
+
+
+def _backend_of_placed(backend: str, strategy: str) -> str:
+    if backend == "horovod":
+        raise BackendUnavailableError(
+            f'strategy="{strategy}" runs on TensorFlow\'s own collectives; received backend="horovod". Leave the '
+            'backend out, or use strategy="ring" with Horovod.'
+        )
+    return "tf" if backend == "auto" else backend
 
 
 def _backend(argument: str | None, launcher: str | None) -> str:
@@ -221,8 +270,8 @@ def importlib_missing(module: str) -> bool:
     return importlib.util.find_spec(module) is None
 
 
-def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str]) -> None:
-    """Gives each of several ranks on a host its share: one GPU each, or an equal part of the cores."""
+def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str], count: int) -> None:
+    """Gives each of several ranks on a host its share: `count` GPUs each, or an equal part of the cores."""
     if spec.local_size == 1:
         return
     import tensorflow as tf
@@ -231,9 +280,11 @@ def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str]) ->
     with contextlib.suppress(RuntimeError):
         gpus = tf.config.list_physical_devices("GPU")
         if gpus:
-            gpu = gpus[spec.local_rank % len(gpus)]
-            tf.config.set_visible_devices([gpu], "GPU")
-            tf.config.experimental.set_memory_growth(gpu, True)
+            first = spec.local_rank * count
+            own = [gpus[number % len(gpus)] for number in range(first, first + min(count, len(gpus)))]
+            tf.config.set_visible_devices(own, "GPU")
+            for gpu in own:
+                tf.config.experimental.set_memory_growth(gpu, True)
     with contextlib.suppress(RuntimeError):
         share = max(1, resources.usable_cores() // spec.local_size)
         threading = tf.config.threading

@@ -12,6 +12,7 @@ import wrapt
 from tfdist import world
 from tfdist.collectives.base import ReduceOp
 from tfdist.compression import Compression
+from tfdist.errors import TfdistError
 from tfdist.reduction_arguments import make_reducer
 
 
@@ -60,7 +61,13 @@ class DistributedGradientTape(wrapt.ObjectProxy):  # type: ignore[type-arg]
         process_set: Any = None,
         scale_local_gradients: bool = True,
     ) -> None:
-        world.current()
+        here = world.current()
+        if here.is_placed:
+            raise TfdistError(
+                f"Strategy {here.strategy} combines gradients in the optimizer: take them from a plain "
+                "tf.GradientTape and apply them with a tfdist.DistributedOptimizer. DistributedGradientTape is for "
+                'strategy="ring".'
+            )
         if isinstance(gradtape, DistributedGradientTape):
             raise TypeError("The tape is a DistributedGradientTape already; wrap a tape once.")
         if not isinstance(gradtape, tf.GradientTape):

@@ -30,6 +30,8 @@ class World:
         everyone: the group of all ranks.
         watchdog: bounds waits inside the engine; None at size 1.
         dedicated: how many ranks, from the first on, compute no gradients.
+        devices: how many devices of a process compute gradients of rows of their own.
+        is_placed: whether `tf.distribute` places replicas on them.
     """
 
     spec: ClusterSpec
@@ -40,6 +42,8 @@ class World:
     everyone: Group
     watchdog: Watchdog | None = None
     dedicated: int = 0
+    devices: int = 1
+    is_placed: bool = False
 
 
 _current: World | None = None
@@ -101,8 +105,8 @@ def cross_size() -> int:
 
 
 def replicas() -> int:
-    """How many ranks compute gradients: the factor between a rank's batch and the global batch."""
-    return current().spec.size - current().dedicated
+    """How many compute gradients, ranks times devices of each: the factor between a batch and the global batch."""
+    return (current().spec.size - current().dedicated) * current().devices
 
 
 def replica() -> int | None:

@@ -30,6 +30,10 @@ def test_equal_strategies_are_written_alike() -> None:
         ("parameter_server(server_loss=2)", r"server_loss=.* is True or False; received 2"),
         ("parameter_server(servers=0)", "received 0"),
         ("parameter_server(servers=True)", "received True"),
+        ("mirrored", 'is one process with several devices; received 4 ranks. Use "multi_worker_mirrored"'),
+        ("central_storage(devices=2)", "is one process"),
+        ("multi_worker_mirrored(devices=0)", "needs an integer k >= 1; received 0"),
+        ("multi_worker_mirrored(servers=2)", "takes devices=k; received servers"),
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:

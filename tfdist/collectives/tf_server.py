@@ -112,6 +112,14 @@ def configure_server(addresses: Sequence[str], *, rank: int) -> None:
     current.enable_collective_ops(_LateServerDef(server))
 
 
+def configured_cluster() -> tuple[dict[str, dict[int, str]], int]:
+    """The servers that `configure_server` has set up, by job and task, and this process's task."""
+    from tensorflow.python.eager import context
+
+    server = context.context()._collective_ops_server_def
+    return {job.name: dict(job.tasks) for job in server.cluster.job}, int(server.task_index)
+
+
 class _LateServerDef:
     """A ServerDef that takes devices and threads from the context when the context starts the server.
 

@@ -66,7 +66,7 @@ def array_facts(tensors: Any) -> dict[str, Any]:
     return {"kind of data": "arrays", "structure and shapes": str(described)}
 
 
-def shard_arrays(tensors: Any, plan: RowPlan, *, rank: int, seed: int | None) -> Any:
+def shard_arrays(tensors: Any, plan: RowPlan, *, rank: int, seed: int | None, devices: int = 1) -> Any:
     """Batches of this rank's rows, in a new common order for each pass; see `tfdist.shard`.
 
     Args:
@@ -74,11 +74,12 @@ def shard_arrays(tensors: Any, plan: RowPlan, *, rank: int, seed: int | None) ->
         plan: who reads what.
         rank: number of this rank.
         seed: None keeps the order of the data.
+        devices: how many ranks of the plan, from `rank` * `devices` on, this process reads for.
 
     Returns:
         A `tf.data.Dataset` of `plan.steps` batches.
     """
-    positions, bounds = plan.positions(rank), plan.bounds(rank)
+    positions, bounds = plan.joined(rank * devices, devices)
     passes = itertools.count()
 
     def row_numbers() -> Iterator[npt.NDArray[np.int64]]:

@@ -10,6 +10,7 @@ rank nothing is marked: a shard is the whole there.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -61,6 +62,39 @@ def is_sharded(data: Any) -> bool:
     if isinstance(data, ShardedPyDataset):
         return data.ranks > 1
     return isinstance(data, tf.data.Dataset) and any(stage in _marks for stage in upstream(data))
+
+
+class Dealt(enum.Enum):
+    """What an element of a shard is, where several devices of a process compute."""
+
+    TO_PROCESS = "a batch for all devices of the process"
+    TO_DEVICE = "a batch for one device, or a sample of one"
+
+
+_dealt: weakref.WeakKeyDictionary[Any, Dealt] = weakref.WeakKeyDictionary()
+
+
+def deal(dataset: Any, how: Dealt) -> Any:
+    """Remembers what an element of `dataset` is; returns it."""
+    _dealt[dataset] = how
+    return dataset
+
+
+def dealt(dataset: Any) -> Dealt | None:
+    """What an element is of a dataset that came from `shard`, transformed since or not; None of any other."""
+    return next((_dealt[stage] for stage in upstream(dataset) if stage in _dealt), None)
+
+
+def batch_size_of(dataset: Any) -> int | None:
+    """Rows of a full batch of `dataset`, if its last batching tells and leaves rows of equal shapes."""
+    for stage in upstream(dataset):
+        kind = type(stage).__name__.strip("_").removesuffix("Dataset")
+        if kind in _BATCH:
+            size = tf.get_static_value(getattr(stage, "_batch_size", None)) if kind != "PaddedBatch" else None
+            return None if size is None else int(size)
+        if kind not in _KEEP_ORDER | {"Shard", "Shuffle", "Repeat"}:
+            return None
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

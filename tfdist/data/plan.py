@@ -91,6 +91,16 @@ class RowPlan:
         bounds[-1] += stop - start  # too few rows for a step of their own join the last full one
         return bounds
 
+    def joined(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`positions` and `bounds` of one reader in place of `count` ranks from `first` on, such as their process."""
+        if count == 1:
+            return self.positions(first), self.bounds(first)
+        joined = range(first, first + count)
+        each = [np.split(self.positions(rank), self.bounds(rank)[1:-1]) for rank in joined]
+        steps = [np.concatenate(parts) for parts in zip(*each, strict=True)]
+        bounds = np.cumsum([0, *(len(step) for step in steps)])
+        return np.concatenate(steps), bounds.astype(np.int64, copy=False)
+
     def _tail_span(self, rank: int) -> tuple[int, int]:
         """`[start, stop)` of the rank's rows within the last, partial global batch."""
         each, extra = divmod(self.tail, self.ranks)

@@ -13,7 +13,7 @@ from tfdist import world
 from tfdist.data.agreement import agree
 from tfdist.data.arrays import array_facts, as_tensors, rows_of, shard_arrays
 from tfdist.data.datasets import dataset_facts, shard_dataset, shuffle_dataset
-from tfdist.data.marks import Mark, mark, mark_like
+from tfdist.data.marks import Dealt, Mark, deal, mark, mark_like
 from tfdist.data.plan import REMAINDERS, Remainder, RowPlan
 from tfdist.data.py_datasets import py_dataset_facts, shard_py_dataset
 
@@ -84,7 +84,7 @@ def shard(
         The rank's block of a common permutation is what torch.utils.data.DistributedSampler does; it pads
         with repeated rows where this drops.
     """
-    rank, ranks = world.replica(), world.replicas()
+    rank, ranks = world.replica(), world.replicas() // world.current().devices
     arguments: Any = {
         "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "remainder": remainder,
     }  # fmt: skip
@@ -114,14 +114,23 @@ def _shard(
             # The seed must be known before the order can be described.
             common = agree(arguments, proposal=proposal)
             data = shuffle_dataset(data, shuffle=shuffle, seed=common)
+        placed = world.current().is_placed
         if world.size() == 1:
-            return data
+            return deal(data.take(-1), Dealt.TO_DEVICE) if placed else data
         agree(arguments | dataset_facts(data), proposal=proposal)
         dealt = shard_dataset(data, rank=rank, ranks=ranks, remainder=remainder or "drop")
+        if placed:
+            deal(dealt, Dealt.TO_DEVICE)
         return mark(dealt, Mark(ranks, in_order=not shuffle))
 
     if isinstance(data, keras.utils.PyDataset):
         _refuse_batch_size(batch_size, data)
+        if world.current().is_placed and world.replicas() > 1:
+            raise ValueError(
+                f"Under strategy {world.current().strategy} tfdist.shard deals out arrays and tf.data.Datasets; a "
+                "PyDataset makes batches for one device. Make it a tf.data.Dataset, or pass it to fit() as it is, "
+                "with batches for all devices."
+            )
         if shuffle:
             raise ValueError(
                 "tfdist.shard cannot shuffle inside a PyDataset. Received: shuffle="
@@ -135,14 +144,17 @@ def _shard(
     _refuse_streams(data)
     tensors = as_tensors(data)
     shuffled = shuffle is None or bool(shuffle)
+    devices = world.current().devices
     plan = RowPlan(
         rows=rows_of(tensors),
-        ranks=ranks,
+        ranks=ranks * devices,
         batch_size=32 if batch_size is None else batch_size,
         remainder=remainder or ("drop" if shuffled else "keep"),
     )
     common = agree(arguments | array_facts(tensors), proposal=proposal)
-    batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None)
+    batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None, devices=devices)
+    if world.current().is_placed:
+        deal(batches, Dealt.TO_PROCESS)
     return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if world.size() > 1 else batches
 
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.keras_compat import fit_loop, saving
+from tfdist.keras_compat import fit_loop, replicas, saving
 from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
-from tfdist.keras_compat.hook import Hook
+from tfdist.keras_compat.hook import Hook, ReplicaHook
 from tfdist.keras_compat.loss_computed_by import loss_computed_by
 from tfdist.keras_compat.loss_scale import (
     load_through_wrapper,
     reduce_before_finiteness,
     save_through_wrapper,
 )
+from tfdist.keras_compat.one_device import copy_of, on_one_device, plain_variables, without_strategy
 from tfdist.keras_compat.partial_optimizer import (
     build_partially,
     clipping_by,
@@ -31,6 +32,9 @@ from tfdist.keras_compat.partial_optimizer import (
     stand_in,
     unbuild,
 )
+from tfdist.keras_compat.replica_state import noted_statistics, noting_statistics
+from tfdist.keras_compat.replica_weights import replica_weight, weighing_by
+from tfdist.keras_compat.replicas import is_slot
 from tfdist.keras_compat.saving import atomic_saves, only_take_part
 from tfdist.keras_compat.train_function import (
     forget_train_functions,
@@ -42,23 +46,34 @@ from tfdist.keras_compat.wrapper import wrapper_of
 
 __all__ = [
     "Hook",
+    "ReplicaHook",
     "atomic_saves",
     "build_partially",
     "capture_updates",
     "captured",
     "clipping_by",
+    "copy_of",
     "has_stock_train_step",
     "idle_step",
     "innermost",
     "install",
+    "install_for_replicas",
+    "is_slot",
     "kept_here",
     "loss_computed_by",
+    "noted_statistics",
+    "noting_statistics",
+    "on_one_device",
     "only_take_part",
+    "plain_variables",
+    "replica_weight",
     "scales_loss",
     "slots_per_weight",
     "stand_in",
     "unbuild",
     "uninstall",
+    "weighing_by",
+    "without_strategy",
     "wrapper_of",
 ]
 
@@ -90,6 +105,15 @@ def install(hook: Hook) -> None:
     _patch(backup, "on_train_begin", saving.consistent_restore(backup.on_train_begin))
 
 
+def install_for_replicas(hook: ReplicaHook) -> None:
+    """As `install`, and what replicas of a `tf.distribute.Strategy` need."""
+    if _originals:
+        return
+    install(hook)
+    for owner, name, replacement in replicas.patches(hook):
+        _patch(owner, name, replacement)
+
+
 def uninstall() -> None:
     """Restores Keras as it was."""
     while _originals:
@@ -101,6 +125,6 @@ def uninstall() -> None:
     forget_train_functions()
 
 
-def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     _originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
     setattr(owner, name, replacement)

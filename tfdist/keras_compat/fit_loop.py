@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.keras_compat.hook import Hook
+from tfdist.keras_compat.hook import Hook, ReplicaHook
 
 EVENTS = (
     "set_model", "on_train_begin", "on_epoch_begin", "on_test_begin", "on_test_end", "on_epoch_end", "on_train_end",
@@ -43,3 +43,11 @@ def announced_event(name: str, original: Callable[..., Any], hook: Hook) -> Call
         return hook.event(name, self, (*args, *options.values()), lambda: original(self, *args, **options))
 
     return method
+
+
+def announced_predict(original: Callable[..., Any], hook: ReplicaHook) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def predict(self: Any, *args: Any, **options: Any) -> Any:
+        return hook.predict(self, lambda: original(self, *args, **options))
+
+    return predict

@@ -39,3 +39,13 @@ class Hook(Protocol):
 
     def tell(self, message: str) -> None:
         """Says something to the user, once."""
+
+
+class ReplicaHook(Hook, Protocol):
+    """What else there is where replicas are those of a `tf.distribute.Strategy`."""
+
+    def predict(self, model: Any, run: Callable[[], Any]) -> Any:
+        """Runs one `predict()` of `model`."""
+
+    def distribute(self, strategy: Any, dataset: Any) -> tuple[Any, int]:
+        """The distributed dataset, and how many elements of `dataset` make one of its steps."""

@@ -65,7 +65,7 @@ def global_moments(
         process_set: the ranks that take part.
     """
     step = joint_step.current()
-    local = _local_moments(inputs, axes, mask, idle=step is not None and step.idle)
+    local = local_moments(inputs, axes, mask, idle=step is not None and step.idle)
     if step is None:
         return _combine(local, None, [], name, process_set)
     share, message = remembered(lambda: _said_in(step))
@@ -77,7 +77,7 @@ def _said_in(step: Any) -> tuple[Any, Any]:
     return share, step.message(share)
 
 
-def _local_moments(inputs: Any, axes: Sequence[int], mask: Any, *, idle: bool) -> _Local:
+def local_moments(inputs: Any, axes: Sequence[int], mask: Any, *, idle: bool) -> _Local:
     """Moments of this rank's batch; with a count of 0 they are zeros, whatever the batch holds."""
     (channel,) = set(range(inputs.shape.rank)) - set(axes)
     channels = inputs.shape[channel]

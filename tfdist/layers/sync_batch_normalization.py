@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist import joint_step, world
 from tfdist.layers.global_moments import global_moments
+from tfdist.layers.replica_moments import in_replicas, replica_moments
 from tfdist.process_sets import ProcessSet, global_process_set
 
 
@@ -94,6 +95,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         return outputs
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
+        if in_replicas():
+            return replica_moments(inputs, self._reduction_axes, mask)
         if not self._asks_other_ranks():
             return super()._moments(inputs, mask)
         mean, variance, self._proceeds = global_moments(
@@ -102,7 +105,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         return mean, variance
 
     def _asks_other_ranks(self) -> bool:
-        if not world.is_initialized() or world.size() == 1 or joint_step.is_alone():
+        if (
+            not world.is_initialized()
+            or world.size() == 1
+            or world.current().is_placed
+            or joint_step.is_alone()
+        ):
             return False
         return self.process_set.group().size > 1
 

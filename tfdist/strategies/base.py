@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from tfdist.collectives.base import Group
 from tfdist.errors import TfdistError
 from tfdist.gradients import GradientReducer
+from tfdist.world import World
 
 Gradients = Sequence[Any]
 Apply = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -40,6 +41,16 @@ class Strategy(abc.ABC):
         """How many ranks, from the first on, compute no gradients."""
         return 0
 
+    @classmethod
+    def places_replicas(cls) -> bool:
+        """Whether several devices of a process compute gradients, in `tfdist.scope()`; see `replicated.py`."""
+        return False
+
+    @classmethod
+    def distribution(cls, here: World) -> Any:
+        """A new `tf.distribute.Strategy`, where there is one under the scope."""
+        return None
+
     @abc.abstractmethod
     def update(
         self,
@@ -59,6 +70,10 @@ class Strategy(abc.ABC):
             optimizer: what applies them: the inner optimizer, or a LossScaleOptimizer around all.
             weighed_by: the rank's share of the step, if `gradients` were multiplied by it already.
         """
+
+    def run(self, gradients: Gradients, variables: Sequence[Any], optimizer: Any, update: Any) -> None:
+        """Combines gradients in replica context; only where `places_replicas()`, see `replicated.py`."""
+        raise NotImplementedError
 
     def settle(self, optimizer: Any, variables: Sequence[Any]) -> Strategy:
         """The strategy that will train these variables; called once, by all ranks, before `build`."""

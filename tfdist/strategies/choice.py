@@ -12,9 +12,13 @@ from tfdist.gradients import GradientReducer
 from tfdist.strategies.auto import Auto
 from tfdist.strategies.base import Strategy
 from tfdist.strategies.ring import Ring
+from tfdist.world import World
 
 # Name that the user writes -> class in the module of that name.
-STRATEGIES = {"ring": "Ring", "parameter_server": "ParameterServer", "auto": "Auto"}
+STRATEGIES = {
+    "ring": "Ring", "parameter_server": "ParameterServer", "auto": "Auto", "mirrored": "Mirrored",
+    "multi_worker_mirrored": "MultiWorkerMirrored", "central_storage": "CentralStorage",
+}  # fmt: skip
 
 
 def check(text: str, ranks: int) -> str:
@@ -40,6 +44,22 @@ def dedicated(text: str) -> int:
     return _class_of(name).dedicated(**options)
 
 
+def places_replicas(text: str) -> bool:
+    """Whether several devices of a process compute gradients under this strategy, by `tf.distribute`."""
+    return _class_of(_parse(text)[0]).places_replicas()
+
+
+def devices(text: str) -> int | None:
+    """How many devices of a process the user has asked for."""
+    found: int | None = _parse(text)[1].get("devices")
+    return found
+
+
+def distribution(text: str, here: World) -> Any:
+    """A new `tf.distribute.Strategy`, where this strategy places replicas; otherwise None."""
+    return _class_of(_parse(text)[0]).distribution(here)
+
+
 def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
     """The strategy for the ranks of a group.
 
@@ -48,7 +68,7 @@ def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
     """
     name, options = _parse(text)
     _class_of(name).check(group.size, **options)
-    if group.size == 1:
+    if group.size == 1 and not _class_of(name).places_replicas():
         return Ring(reducer, group)  # one rank has nothing to divide
     if name == Auto.name:
         return Auto(reducer, group, make=lambda chosen: make(chosen, reducer, group))

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it.
 _HOME = {
-    "tfdist.runtime": ("init", "shutdown", "local", "mpi_built", "gloo_built", "nccl_built", "cuda_built",
+    "tfdist.runtime": ("init", "shutdown", "scope", "local", "mpi_built", "gloo_built", "nccl_built", "cuda_built",
                        "rocm_built", "ccl_built", "ddl_built", "mpi_enabled",
                        "gloo_enabled", "mpi_threads_supported", "is_homogeneous"),
     "tfdist.world": ("is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",

@@ -16,13 +16,17 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist import cluster, fit_hook, joint_step, keras_compat, resources, world
+from tfdist.asynchronous import servers
+from tfdist.asynchronous.fit_hook import AsynchronousHook
+from tfdist.asynchronous.scheduler import Fleet
 from tfdist.collectives import select
 from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
 from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
 from tfdist.process_sets import ProcessSet, add_process_set, registered, require_distinct
-from tfdist.strategies import choice
+from tfdist.strategies import asynchronous_roles, choice, placed
+from tfdist.strategies.asynchronous_roles import Roles
 
 BACKENDS = ("auto", "tf", "horovod", "single")
 DEFAULT_TIMEOUT = 300.0
@@ -48,6 +52,8 @@ def init(
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
         strategy: `ring`; `parameter_server(servers=k, dedicated=False, server_loss=False)` with k = 1 by default;
+            `async_parameter_server(servers=k, max_staleness=None)`: rank 0 runs the script, the next k ranks keep
+            the variables, the others compute; in those two `init` serves until the job ends, and never returns;
             or `auto`, which takes the one that is fastest by `tfdist.cost` and fits into memory, and prints why.
             Default: the launcher's `--strategy`, else `ring`.
         timeout: bound in seconds of every wait for another rank, start-up included. Default: the launcher's
@@ -82,6 +88,10 @@ def init(
     everyone = Group(tuple(range(spec.size)))
     strategy = _strategy(strategy, environ.get("TFDIST_STRATEGY"), spec.size)
     require_distinct([process_set.ranks for process_set in sets], size=spec.size)
+    roles = asynchronous_roles.roles_of(strategy, spec.size)
+    if roles is not None:
+        _init_asynchronous(spec, roles, strategy, backend=backend, timeout=timeout)
+        return
     if spec.size == 1:
         engine = select.choose(spec, None, backend=backend, timeout=timeout)
         control, watchdog = None, None
@@ -114,6 +124,44 @@ def init(
         add_process_set(process_set)
 
 
+def _init_asynchronous(
+    spec: cluster.ClusterSpec, roles: Roles, strategy: str, *, backend: str, timeout: float
+) -> None:
+    """Starts the world of a strategy in which one rank runs the script; on the others it does not return."""
+    servers.refuse_backend(backend)
+    hello = {"host": socket.gethostname(), "pid": os.getpid(), "strategy": strategy, "backend": backend}
+    hello |= select.offer(spec, backend="tf", timeout=timeout)
+    secret = os.environ.get("TFDIST_SECRET")
+    control = ControlPlane.connect(
+        spec, hello=hello, timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
+        host=os.environ.get("TFDIST_HOST"), expendable=spec.rank in roles.workers,
+    )  # fmt: skip
+    spec = cluster.with_hosts(spec, [str(place["host"]) for place in control.roster])
+    if spec.rank > 0:
+        _configure_devices(spec, os.environ)
+        servers.serve(spec, roles, control)
+    _configure_devices(spec, os.environ)
+    try:
+        distribution = servers.connect(spec, roles, control)
+    except BaseException as error:
+        control.close(error=f"{type(error).__name__}: {error}")
+        raise
+    # For everything else this world has one rank: no other one runs the script.
+    engine = select.choose(cluster.ClusterSpec(), None, backend="auto", timeout=timeout)
+    world.install(
+        world.World(spec, engine, None, strategy, timeout, Group((0,)), None, choice.dedicated(strategy))
+    )
+    placed.use(distribution)
+    keras_compat.install_asynchronous(
+        AsynchronousHook(Fleet(distribution, roles, control), choice.option(strategy, "max_staleness")),
+        distribution,
+    )
+    global _served_by
+    _served_by = control
+    _announce_crashes()
+    atexit.register(shutdown)
+
+
 def shutdown() -> None:
     """Leaves the world: all ranks call it, or let the end of the script do it. Undoes the hook on Keras.
 
@@ -126,6 +174,9 @@ def shutdown() -> None:
     ended = world.current()
     keras_compat.uninstall()
     world.install(None)
+    placed.use(None)
+    if _served_by is not None:
+        _served_by.close(error=_crash, dismiss=True)
     if ended.watchdog is not None:
         ended.watchdog.stop()
     if ended.control is not None:
@@ -139,6 +190,31 @@ def shutdown() -> None:
     finally:
         if ended.control is not None:
             ended.control.close(error=_crash)
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+    """Where model, optimizer and `compile()` are made, so that their variables are placed as the strategy needs.
+
+    Under `ring`, `parameter_server` and `auto`, and in a world of one rank, it does nothing, so a script that has it
+    runs under every strategy.
+
+    Raises:
+        NotInitializedError: `tfdist.init()` was not called.
+
+    Example:
+        >>> import keras, tfdist
+        >>> tfdist.init()
+        >>> with tfdist.scope():
+        ...     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        ...     model.compile(tfdist.DistributedOptimizer("adam"), "mse")
+
+    Reference: `tf.distribute.Strategy.scope`.
+    """
+    world.current()
+    distribution = placed.distribution()
+    with contextlib.nullcontext() if distribution is None else distribution.scope():
+        yield
 
 
 @contextlib.contextmanager
@@ -244,6 +320,7 @@ def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str]) ->
 
 
 _crash: str | None = None
+_served_by: ControlPlane | None = None  # to the ranks that serve this one
 
 
 def _announce_crashes() -> None:

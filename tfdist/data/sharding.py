@@ -84,7 +84,8 @@ def shard(
         The rank's block of a common permutation is what torch.utils.data.DistributedSampler does; it pads
         with repeated rows where this drops.
     """
-    rank, ranks = world.replica(), world.replicas()
+    # Where one process runs the script for all, it deals the batches out itself.
+    rank, ranks = (0, 1) if world.is_alone() else (world.replica(), world.replicas())
     arguments: Any = {
         "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "remainder": remainder,
     }  # fmt: skip
@@ -114,7 +115,7 @@ def _shard(
             # The seed must be known before the order can be described.
             common = agree(arguments, proposal=proposal)
             data = shuffle_dataset(data, shuffle=shuffle, seed=common)
-        if world.size() == 1:
+        if world.is_alone():
             return data
         agree(arguments | dataset_facts(data), proposal=proposal)
         dealt = shard_dataset(data, rank=rank, ranks=ranks, remainder=remainder or "drop")
@@ -143,7 +144,7 @@ def _shard(
     )
     common = agree(arguments | array_facts(tensors), proposal=proposal)
     batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None)
-    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if world.size() > 1 else batches
+    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if not world.is_alone() else batches
 
 
 def _nothing(shard: Any) -> Any:

@@ -2,7 +2,8 @@
 
 `install` is called by `tfdist.init()` in a world of several ranks and `uninstall` by `tfdist.shutdown()`. An
 optimizer never sees its model, so what depends on the model is hooked here, once. Each file explains one place:
-`train_function`, `compiled_step`, `loss_computed_by`, `loss_scale`, `partial_optimizer`, `fit_loop`, `saving`.
+`train_function`, `compiled_step`, `loss_computed_by`, `loss_scale`, `partial_optimizer`, `fit_loop`, `saving`, and,
+for models on parameter servers, `placed_models`, `scheduled_steps`, `kept_back`.
 
 tests/test_keras_compat.py fails once Keras mends one of these itself.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdist.keras_compat import fit_loop, saving
+from tfdist.keras_compat import fit_loop, placed_models, saving
 from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
 from tfdist.keras_compat.hook import Hook
+from tfdist.keras_compat.kept_back import KeptBack, ReadTwice
 from tfdist.keras_compat.loss_computed_by import loss_computed_by
 from tfdist.keras_compat.loss_scale import (
     load_through_wrapper,
@@ -32,6 +34,7 @@ from tfdist.keras_compat.partial_optimizer import (
     unbuild,
 )
 from tfdist.keras_compat.saving import atomic_saves, only_take_part
+from tfdist.keras_compat.scheduled_steps import innermost_scaler, scheduled_make_train_function
 from tfdist.keras_compat.train_function import (
     forget_train_functions,
     guarded_make_train_function,
@@ -42,6 +45,8 @@ from tfdist.keras_compat.wrapper import wrapper_of
 
 __all__ = [
     "Hook",
+    "KeptBack",
+    "ReadTwice",
     "atomic_saves",
     "build_partially",
     "capture_updates",
@@ -50,7 +55,9 @@ __all__ = [
     "has_stock_train_step",
     "idle_step",
     "innermost",
+    "innermost_scaler",
     "install",
+    "install_asynchronous",
     "kept_here",
     "loss_computed_by",
     "only_take_part",
@@ -72,12 +79,47 @@ def install(hook: Hook) -> None:
         return
     import keras
 
-    model, loss_scale = keras.Model, keras.optimizers.LossScaleOptimizer
-    callbacks = keras.callbacks.CallbackList
+    model = keras.Model
     _patch(model, "make_train_function", guarded_make_train_function(model.make_train_function, hook))
     _patch(model, "train_step", split_train_step(model.train_step))
     _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
     _patch(model, "evaluate", fit_loop.announced_evaluate(model.evaluate, hook))
+    _patch_rest(hook)
+
+
+def install_asynchronous(hook: Any, distribution: Any) -> None:
+    """Puts in place what models on parameter servers need, in the process that calls `fit`.
+
+    Args:
+        hook: a `tfdist.asynchronous.fit_hook.AsynchronousHook`.
+        distribution: the `ParameterServerStrategy` in whose scope models are made.
+    """
+    if _originals:
+        return
+    import keras
+
+    model = keras.Model
+
+    _patch(model, "make_train_function", scheduled_make_train_function(hook.make_train_function))
+    _patch(model, "compile", placed_models.refuse_outside(model.compile, hook.check_scope))
+    _patch(
+        model,
+        "_maybe_symbolic_build",
+        placed_models.build_from_description(model._maybe_symbolic_build, distribution),
+    )
+    _patch(
+        model, "distribute_strategy", placed_models.local_strategy(_found(model, "distribute_strategy"), distribution)
+    )
+    _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
+    _patch_rest(hook)
+
+
+def _patch_rest(hook: Any) -> None:
+    """Callbacks, loss scaling and files, which are the same wherever steps are made."""
+    import keras
+
+    model, loss_scale = keras.Model, keras.optimizers.LossScaleOptimizer
+    callbacks = keras.callbacks.CallbackList
     for name in fit_loop.EVENTS:
         _patch(callbacks, name, fit_loop.announced_event(name, getattr(callbacks, name), hook))
     _patch(loss_scale, "apply", reduce_before_finiteness(loss_scale.apply))
@@ -88,6 +130,11 @@ def install(hook: Hook) -> None:
     _patch(model, "save_weights", saving.atomic_method(model.save_weights))
     _patch(backup, "_save_model", saving.recorded_backup(backup._save_model))
     _patch(backup, "on_train_begin", saving.consistent_restore(backup.on_train_begin))
+
+
+def _found(owner: type, name: str) -> Any:
+    """An attribute as some class of `owner` defines it, properties included."""
+    return next(cls.__dict__[name] for cls in owner.__mro__ if name in cls.__dict__)
 
 
 def uninstall() -> None:
@@ -101,6 +148,6 @@ def uninstall() -> None:
     forget_train_functions()
 
 
-def _patch(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+def _patch(owner: type, name: str, replacement: Any) -> None:
     _originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
     setattr(owner, name, replacement)

@@ -102,7 +102,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         return mean, variance
 
     def _asks_other_ranks(self) -> bool:
-        if not world.is_initialized() or world.size() == 1 or joint_step.is_alone():
+        if not world.is_initialized() or world.is_alone() or joint_step.is_alone():
             return False
         return self.process_set.group().size > 1
 

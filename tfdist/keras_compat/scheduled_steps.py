@@ -1,0 +1,34 @@
+"""The train function of models that workers train (Keras >= 3.3).
+
+`Model.make_train_function` makes a function that runs a step where it is called and returns its logs. Here it makes
+one that takes batches from the iterator for several steps ahead, and returns the logs of those that are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+MakeFunction = Callable[[Any], Callable[[Any], Any]]
+
+
+def scheduled_make_train_function(make: MakeFunction) -> Callable[..., Any]:
+    """`Model.make_train_function`; `make(model)` returns the function."""
+
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        if self.train_function is None or force:
+            self.train_function = make(self)
+        return self.train_function
+
+    return make_train_function
+
+
+def innermost_scaler(optimizer: Any) -> Any:
+    """The LossScaleOptimizer that scales the loss of `optimizer`, which it is or contains; None without one."""
+    import keras
+
+    while optimizer is not None:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import keras_compat
+from tfdist import joint_step
 from tfdist.asynchronous.scheduler import Fleet, Scheduler, flat_tensors
 from tfdist.asynchronous.server_update import ServerUpdate
 from tfdist.asynchronous.worker_step import WorkerStep
@@ -36,11 +36,12 @@ class AsynchronousHook:
 
     def check_scope(self, model: Any) -> None:
         """Refuses a model whose variables are not on the servers."""
-        if model._distribute_strategy is not placed.distribution():
+        if not joint_step.is_alone() and model._distribute_strategy is not placed.distribution():
             raise TfdistError(
                 f"Under strategy {NAME} the servers keep the model, so it is made in tfdist.scope(); model "
                 f"{model.name!r} was made outside. Write `with tfdist.scope():` around the lines that make the "
-                "model, the optimizer and compile()."
+                "model, the optimizer and compile(). To train it in this process on purpose, put compile() and fit() "
+                "into `with tfdist.local():`."
             )
 
     def fit(self, model: Any, run: Callable[[], Any]) -> Any:
@@ -67,9 +68,11 @@ class AsynchronousHook:
                 scheduler.discard()  # training was stopped within the epoch
         return run()
 
-    def make_train_function(self, model: Any) -> Callable[[Any], Any]:
-        """What `fit()` calls with an iterator for the next logs."""
+    def make_train_function(self, model: Any) -> Callable[[Any], Any] | None:
+        """What `fit()` calls with an iterator for the next logs; None for a model that is trained here alone."""
         self._check(model)
+        if model._distribute_strategy is not placed.distribution():
+            return None
         scheduler = self._schedulers[model] = Scheduler(self._fleet, self._max_staleness)
         kinds: dict[str, tuple[WorkerStep, ServerUpdate]] = {}
 
@@ -101,6 +104,8 @@ class AsynchronousHook:
 
     def _check(self, model: Any) -> None:
         self.check_scope(model)
+        if joint_step.is_alone():
+            return
         if model.optimizer is not None and not is_distributed(model.optimizer):
             kind = type(model.optimizer).__name__
             raise OutOfSyncError(

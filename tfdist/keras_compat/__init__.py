@@ -100,7 +100,7 @@ def install_asynchronous(hook: Any, distribution: Any) -> None:
 
     model = keras.Model
 
-    _patch(model, "make_train_function", scheduled_make_train_function(hook.make_train_function))
+    _patch(model, "make_train_function", scheduled_make_train_function(model.make_train_function, hook.make_train_function))
     _patch(model, "compile", placed_models.refuse_outside(model.compile, hook.check_scope))
     _patch(
         model,

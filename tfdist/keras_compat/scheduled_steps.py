@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-MakeFunction = Callable[[Any], Callable[[Any], Any]]
+MakeFunction = Callable[[Any], Callable[[Any], Any] | None]
 
 
-def scheduled_make_train_function(make: MakeFunction) -> Callable[..., Any]:
-    """`Model.make_train_function`; `make(model)` returns the function."""
+def scheduled_make_train_function(original: Callable[..., Any], make: MakeFunction) -> Callable[..., Any]:
+    """`Model.make_train_function`; `make(model)` returns the function, or None where Keras's own will do."""
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         if self.train_function is None or force:
             self.train_function = make(self)
+            if self.train_function is None:
+                original(self, force=True)
         return self.train_function
 
     return make_train_function

@@ -101,15 +101,16 @@ def install_asynchronous(hook: Any, distribution: Any) -> None:
     model = keras.Model
 
     _patch(model, "make_train_function", scheduled_make_train_function(model.make_train_function, hook.make_train_function))
-    _patch(model, "compile", placed_models.refuse_outside(model.compile, hook.check_scope))
+    # Where it is defined: `load_model` does not compile a model whose class seems to have a `compile` of its own.
+    trainer = _owner(model, "compile")
+    _patch(trainer, "compile", placed_models.refuse_outside(trainer.compile, hook.check_scope))
     _patch(
         model,
         "_maybe_symbolic_build",
         placed_models.build_from_description(model._maybe_symbolic_build, distribution),
     )
-    _patch(
-        model, "distribute_strategy", placed_models.local_strategy(_found(model, "distribute_strategy"), distribution)
-    )
+    inherited = vars(_owner(model, "distribute_strategy"))["distribute_strategy"]
+    _patch(model, "distribute_strategy", placed_models.local_strategy(inherited, distribution))
     _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
     _patch_rest(hook)
 
@@ -132,9 +133,9 @@ def _patch_rest(hook: Any) -> None:
     _patch(backup, "on_train_begin", saving.consistent_restore(backup.on_train_begin))
 
 
-def _found(owner: type, name: str) -> Any:
-    """An attribute as some class of `owner` defines it, properties included."""
-    return next(cls.__dict__[name] for cls in owner.__mro__ if name in cls.__dict__)
+def _owner(model: type, name: str) -> Any:
+    """The class that defines an attribute of `model`."""
+    return next(cls for cls in model.__mro__ if name in cls.__dict__)
 
 
 def uninstall() -> None:

@@ -15,6 +15,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from tfdist.errors import TfdistError
+
 _Original = Callable[..., Any]
 
 
@@ -25,7 +27,15 @@ def local_strategy(original: Any, distribution: Any) -> property:
         import tensorflow as tf
 
         own = original.fget(self)
-        return tf.distribute.get_strategy() if own is distribution else own
+        if own is not distribution:
+            return own
+        here = tf.distribute.get_strategy()
+        if here is distribution:
+            raise TfdistError(
+                "Models are made in tfdist.scope() and used outside; received a call of fit(), evaluate() or "
+                "predict() inside. End the `with tfdist.scope():` block before it."
+            )
+        return here
 
     return property(distribute_strategy)
 

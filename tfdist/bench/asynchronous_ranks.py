@@ -1,0 +1,150 @@
+"""One rank of each contender of `tfdist bench asynchronous`: the same model and batches, trained in its way.
+
+`fit` and `loop` share one world, its servers and its workers: `fit()` under `async_parameter_server`, and the loop
+that TensorFlow's guide to `ParameterServerStrategy` teaches. The loop as taught loses updates; a lock on the server
+around each update makes it count right, as `fit` does. `ring` is a world of its own, of as many ranks as there are
+workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tfdist.bench.fit_ranks import MODELS
+from tfdist.bench.ranks import Channel
+
+_WARM = 10  # steps before anything is timed
+_SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
+
+
+def main(channel: Channel, options: dict[str, Any]) -> None:
+    """Prepares the contender `options["contender"]` and trains on request.
+
+    Args:
+        channel: to the measuring process.
+        options: contender, model (a key of `MODELS`), batch.
+    """
+    if options["contender"] == "ring":
+        _answer(channel, {"ring": _ring(options)})
+        return
+    import tfdist
+
+    if channel.rank > 0:
+        channel.ready()
+        tfdist.init()  # serves until this process is ended
+        return
+    tfdist.init()
+    _answer(channel, {"fit": _fit(options), "loop": _loop(options)})
+
+
+def _answer(channel: Channel, contenders: dict[str, Callable[[int], float]]) -> None:
+    """Serves requests for a number of steps of a contender."""
+    for train in contenders.values():
+        train(_WARM)
+    channel.ready()
+    for request in channel.requests():
+        began = time.perf_counter()
+        counted = contenders[request["who"]](request["steps"])
+        assert counted == request["steps"], f"{counted} of {request['steps']} updates counted"
+        channel.answer(time.perf_counter() - began)
+
+
+def _dataset(options: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    random = np.random.default_rng(1)
+    rows = 16 * options["batch"]
+    images = random.random((rows, 784), dtype=np.float32)
+    labels = random.integers(0, 10, rows)
+    return tf.data.Dataset.from_tensor_slices((images, labels)).batch(options["batch"]).cache().repeat()
+
+
+def _compiled(options: dict[str, Any]) -> Any:
+    import keras
+
+    import tfdist
+
+    keras.utils.set_random_seed(1)
+    with tfdist.scope():
+        model = MODELS[options["model"]](keras)
+        model.compile(
+            tfdist.DistributedOptimizer(keras.optimizers.Adam(1e-4)),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    return model
+
+
+def _ring(options: dict[str, Any]) -> Callable[[int], float]:
+    import tfdist
+
+    tfdist.init()
+    return _fit(options)
+
+
+def _fit(options: dict[str, Any]) -> Callable[[int], float]:
+    model, dataset = _compiled(options), _dataset(options)
+
+    def train(steps: int) -> float:
+        before = int(model.optimizer.iterations.numpy())
+        model.fit(dataset, steps_per_epoch=steps, epochs=1, verbose=0)
+        return int(model.optimizer.iterations.numpy()) - before
+
+    return train
+
+
+def _loop(options: dict[str, Any]) -> Callable[[int], float]:
+    """The hand-written loop: each worker has the data, and nothing but a function's name is sent to it."""
+    import keras
+    import tensorflow as tf
+
+    from tfdist.strategies import placed
+
+    strategy = placed.distribution()
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = MODELS[options["model"]](keras)
+        optimizer = keras.optimizers.Adam(1e-4)
+        optimizer.build(model.trainable_variables)
+        total = tf.Variable(0.0)
+    with tf.device(_SERVER):
+        mutex = tf.raw_ops.MutexV2(shared_name="bench")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    weights = model.trainable_variables
+
+    def replica(batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        gradients = tape.gradient(value, weights)
+        with tf.device(_SERVER):
+            gradients = [tf.identity(gradient) for gradient in gradients]
+            with tf.control_dependencies(gradients):
+                lock = tf.raw_ops.MutexLock(mutex=mutex)
+            with tf.control_dependencies([lock]):
+                optimizer.apply([tf.identity(gradient) for gradient in gradients], weights)
+                total.assign_add(value)
+                updated = [each.value.read_value() for each in [*weights, *optimizer.variables]]
+            with tf.control_dependencies([*updated, total.read_value()]):
+                tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        return value
+
+    @tf.function(autograph=False)
+    def step(iterator: Any) -> Any:
+        return strategy.run(replica, args=(next(iterator),))
+
+    iterator = iter(coordinator.create_per_worker_dataset(_dataset(options)))
+
+    def train(steps: int) -> float:
+        before = int(optimizer.iterations.numpy())
+        for _ in range(steps):
+            coordinator.schedule(step, args=(iterator,))
+        coordinator.join()
+        total.numpy()
+        return int(optimizer.iterations.numpy()) - before
+
+    return train

@@ -12,13 +12,14 @@ at once for a process that is killed; an error of a step alone may be a passing 
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -131,6 +132,7 @@ class Scheduler:
         self._ready: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._waiting: list[_Job] = []
         self._lock = threading.Lock()
+        self._updater = concurrent.futures.ThreadPoolExecutor(1, "tfdist-update")
         self.begin_epoch(None)
 
     def begin_epoch(self, steps: int | None) -> None:
@@ -163,10 +165,10 @@ class Scheduler:
             PeerLostError: a server, or the last worker, is gone.
         """
         while True:
-            self._hand_out(batches, prepare)
             job = self._next_to_apply()
             if job is not None:
-                return self._apply(job)
+                return self._apply(job, lambda: self._hand_out(batches, prepare))
+            self._hand_out(batches, prepare)
             if not self._under_way:
                 raise StopIteration
             self._receive()
@@ -175,7 +177,7 @@ class Scheduler:
         while (
             not self._exhausted
             and self._left != 0
-            and len(self._under_way) < _AHEAD * self._fleet.size
+            and len(self._under_way) <= _AHEAD * self._fleet.size  # one of them is being applied
             and self._bound.may_begin(len(self._under_way))
         ):
             try:
@@ -231,10 +233,15 @@ class Scheduler:
                 return self._waiting.pop(place)
         return None
 
-    def _apply(self, job: _Job) -> dict[str, Any]:
+    def _apply(self, job: _Job, meanwhile: Callable[[], None]) -> dict[str, Any]:
         assert job.outputs is not None
+        update = self._updater.submit(job.update, job.outputs)
         try:
-            logs = job.update(job.outputs)
+            meanwhile()
+        finally:
+            concurrent.futures.wait([update])
+        try:
+            logs = update.result()
         except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError) as error:
             deadline = time.monotonic() + _SETTLE
             while self._fleet.control.failure is None and time.monotonic() < deadline:

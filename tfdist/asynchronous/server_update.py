@@ -19,8 +19,6 @@ from tfdist import keras_compat
 from tfdist.asynchronous.worker_step import StepResult, WorkerStep
 from tfdist.gradients import scale
 
-_CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
-
 
 class ServerUpdate:
     """Applies results of one kind of step.
@@ -46,7 +44,9 @@ class ServerUpdate:
         Returns:
             The logs: metrics after the update, and what the step itself reported.
         """
-        numbers, others = self._function(list(outputs))
+        # All of it there: a function of this process with parts on a server costs more messages.
+        with tf.device(self._device):
+            numbers, others = self._function(list(outputs))
         # As tensors each would be a message of its own, and Keras asks for all of them.
         values, tensors = iter(numbers.numpy()), iter(others)
         leaves = [
@@ -57,17 +57,16 @@ class ServerUpdate:
         return logs
 
     def _apply(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        with tf.device(self._device):
-            result = self._step.unpack(outputs)
-            for variable, amount in result.changes:
-                variable.value.assign_add(amount)
-            for optimizer, gradients, variables in result.gradients:
-                optimizer.apply(self._rescaled(gradients, result), variables)
-            logs = {**result.logs, **self._model.get_metrics_result()}
+        result = self._step.unpack(outputs)
+        for variable, amount in result.changes:
+            variable.value.assign_add(amount)
+        for optimizer, gradients, variables in result.gradients:
+            optimizer.apply(self._rescaled(gradients, result), variables)
+        logs = {**result.logs, **self._model.get_metrics_result()}
         self._kinds = tf.nest.map_structure(_is_number, logs)
         leaves = tf.nest.flatten(logs)
         numbers = [tf.cast(leaf, tf.float32) for leaf in leaves if _is_number(leaf)]
-        with tf.device(_CHIEF):
+        with tf.device(self._device):
             return tf.stack(numbers), [tf.identity(leaf) for leaf in leaves if not _is_number(leaf)]
 
     def _rescaled(self, gradients: Sequence[Any], result: StepResult) -> list[Any]:

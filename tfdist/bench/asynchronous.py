@@ -4,8 +4,10 @@
     fit    async_parameter_server in fit()
     loop   ParameterServerStrategy by hand, with a lock that makes it count right
 
-A worker is slowed down by being stopped for a part of the time, as `cpulimit` does: at `--slow 2` it stands still
-half of the time, in computation and communication alike, and leaves the processor to others meanwhile.
+A worker's computation is emulated: it waits `--pace` milliseconds in each step, and a slow one `--slow` times as
+long. Processes of one machine share its cores, so that all of them would get slower if one did more; machines of a
+cluster don't. What is measured is what the strategies make of it, with all that they send and apply; with `--pace 0`
+nothing but that.
 
 Rates are batches a second of all workers together. With all at full speed and with one slow, contenders take turns.
 """
@@ -13,21 +15,18 @@ Rates are batches a second of all workers together. With all at full speed and w
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
-import signal
+import pathlib
 import statistics
-import threading
-import time
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Sequence
 
 from tfdist.bench import report
+from tfdist.bench.asynchronous_ranks import PACE
 from tfdist.bench.figures import table
 from tfdist.bench.fit import MODELS
 from tfdist.bench.worlds import World, closing_all
 
 _MODULE = "tfdist.bench.asynchronous_ranks"
-_PERIOD = 0.02  # seconds, shorter than a step
 _LABELS = {
     "ring": "ring, tfdist on TensorFlow's collectives",
     "fit": "async_parameter_server, fit()",
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         )
     report.finish(
         options.json,
-        settings={name: getattr(options, name) for name in ("workers", "model", "batch", "steps", "rounds", "slow")},
+        settings={name: getattr(options, name) for name in ("workers", "model", "batch", "steps", "rounds", "pace", "slow")},
         figures={
             "rates": {f"{who}{', one slow' if slow else ''}": each for (who, slow), each in rates.items()},
             "ratios": ratios,
@@ -76,34 +75,34 @@ def main(argv: Sequence[str]) -> int:
 def _measure(options: argparse.Namespace) -> dict[tuple[str, bool], list[float]]:
     """Seconds of each round, by contender and whether a worker is slow."""
     seconds: dict[tuple[str, bool], list[float]] = {}
-    with closing_all([]) as worlds:
+    with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as name, closing_all([]) as worlds:
+        folder = pathlib.Path(name)
         for contender, size in (("ring", options.workers), ("served", options.workers + 2)):
-            worlds.append(_start(contender, size, options))
+            worlds.append(_start(contender, size, folder, options))
             worlds[-1].pause()
         ring, served = worlds
-        # The ring makes a step of all workers in the time of one batch each.
-        ring_request = {"kind": "request", "who": "ring", "steps": options.steps}
+        request = {"kind": "request", "who": "ring", "steps": options.steps}
         for number in range(options.rounds):
             turns = [(who, slow) for slow in (False, True) for who in _LABELS]
             for who, slow in turns if number % 2 == 0 else reversed(turns):
-                world = ring if who == "ring" else served
-                victim = world.pids[world.size - 1]
-                with _slowed(victim, options.slow if slow else 1.0):
-                    if who == "ring":
-                        took = max(ring.turn(ring_request))
-                    else:
-                        took = float(served.turn_of_first({**ring_request, "who": who}))
+                _set_pace(folder, ring if who == "ring" else served, options, slow=slow)
+                if who == "ring":
+                    took = max(ring.turn(request))
+                else:
+                    took = float(served.turn_of_first({**request, "who": who}))
                 seconds.setdefault((who, slow), []).append(took)
     return seconds
 
 
-def _start(contender: str, size: int, options: argparse.Namespace) -> World:
+def _start(contender: str, size: int, folder: pathlib.Path, options: argparse.Namespace) -> World:
     served = contender != "ring"
     return World(
         contender,
         size,
         module=_MODULE,
-        options={"contender": contender, "model": options.model, "batch": options.batch},
+        options={
+            "contender": contender, "model": options.model, "batch": options.batch, "folder": str(folder)
+        },
         variables={
             "CUDA_VISIBLE_DEVICES": "-1",
             **report.thread_share(options.workers),
@@ -114,29 +113,13 @@ def _start(contender: str, size: int, options: argparse.Namespace) -> World:
     )
 
 
-@contextlib.contextmanager
-def _slowed(pid: int, factor: float) -> Iterator[None]:
-    """Inside, a process runs for one in `factor` seconds; one of factor 1 is left alone."""
-    if factor == 1.0:
-        yield
-        return
-    ended = threading.Event()
-
-    def run() -> None:
-        running = _PERIOD / factor
-        while not ended.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(_PERIOD - running)
-            os.kill(pid, signal.SIGCONT)
-            time.sleep(running)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _set_pace(folder: pathlib.Path, world: World, options: argparse.Namespace, *, slow: bool) -> None:
+    """Tells every rank of a world how long its steps wait; the last one is the slow one."""
+    for rank in range(world.size):
+        factor = options.slow if slow and rank == world.size - 1 else 1.0
+        file = folder / world.name / str(rank) / PACE
+        file.with_suffix(".new").write_text(str(int(1e3 * options.pace * factor)))
+        file.with_suffix(".new").replace(file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -146,5 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=report.at_least(1), default=64, metavar="B", help="rows per worker")
     parser.add_argument("--steps", type=report.at_least(1), default=60, metavar="N", help="per round")
     parser.add_argument("--rounds", type=report.at_least(1), default=5, metavar="R")
+    parser.add_argument("--pace", type=float, default=50.0, metavar="MS", help="computation of a step")
     parser.add_argument("--slow", type=float, default=2.0, metavar="F", help="how much slower the slow worker is")
     return parser

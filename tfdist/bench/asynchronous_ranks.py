@@ -4,10 +4,15 @@
 that TensorFlow's guide to `ParameterServerStrategy` teaches. The loop as taught loses updates; a lock on the server
 around each update makes it count right, as `fit` does. `ring` is a world of its own, of as many ranks as there are
 workers.
+
+What a worker computes beside the small model is waiting, for as long as a file in its folder says: processes that
+share the cores of one machine can't be made slow one by one, machines of a cluster are.
 """
 
 from __future__ import annotations
 
+import os
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +23,7 @@ from tfdist.bench.fit_ranks import MODELS
 from tfdist.bench.ranks import Channel
 
 _WARM = 10  # steps before anything is timed
+PACE = "pace"  # file in a rank's folder: microseconds that a step waits
 _SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
 
 
@@ -26,8 +32,12 @@ def main(channel: Channel, options: dict[str, Any]) -> None:
 
     Args:
         channel: to the measuring process.
-        options: contender, model (a key of `MODELS`), batch.
+        options: contender, model (a key of `MODELS`), batch, and the folder of the ranks' folders.
     """
+    folder = pathlib.Path(options["folder"], options["contender"], str(channel.rank))
+    folder.mkdir(parents=True)
+    (folder / PACE).write_text("0")
+    os.chdir(folder)
     if options["contender"] == "ring":
         _answer(channel, {"ring": _ring(options)})
         return
@@ -53,6 +63,27 @@ def _answer(channel: Channel, contenders: dict[str, Callable[[int], float]]) -> 
         channel.answer(time.perf_counter() - began)
 
 
+def _paced(model: Any) -> Any:
+    """The model behind a layer that waits, in TensorFlow alone: a worker runs no Python."""
+    import keras
+    import tensorflow as tf
+    from tensorflow.python.data.experimental.ops.testing import sleep
+
+    class Pace(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, x: Any) -> Any:
+            # Of a constant name TensorFlow would read the file once, and keep what it says.
+            name = tf.strings.substr(PACE, 0, tf.shape(x)[0] + len(PACE))
+            wait = tf.strings.to_number(tf.io.read_file(name), tf.int64)
+            # It sleeps before it finds out that there is no element.
+            waited = tf.data.Dataset.range(0, output_type=tf.int64).apply(sleep(wait)).reduce(
+                tf.constant(0, tf.int64), lambda total, each: total + each
+            )
+            with tf.control_dependencies([waited]):
+                return tf.identity(x)
+
+    return keras.Sequential([keras.Input((784,)), Pace(), *model.layers])
+
+
 def _dataset(options: dict[str, Any]) -> Any:
     import tensorflow as tf
 
@@ -70,7 +101,7 @@ def _compiled(options: dict[str, Any]) -> Any:
 
     keras.utils.set_random_seed(1)
     with tfdist.scope():
-        model = MODELS[options["model"]](keras)
+        model = _paced(MODELS[options["model"]](keras))
         model.compile(
             tfdist.DistributedOptimizer(keras.optimizers.Adam(1e-4)),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -107,7 +138,7 @@ def _loop(options: dict[str, Any]) -> Callable[[int], float]:
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model = MODELS[options["model"]](keras)
+        model = _paced(MODELS[options["model"]](keras))
         optimizer = keras.optimizers.Adam(1e-4)
         optimizer.build(model.trainable_variables)
         total = tf.Variable(0.0)

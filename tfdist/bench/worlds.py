@@ -106,11 +106,6 @@ class World:
         finally:
             self.pause()
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process ids by rank."""
-        return dict(self._pids)
-
     def turn(self, request: Mapping[str, Any]) -> list[Any]:
         """`ask`, between waking the ranks up and stopping them again."""
         self.resume()

@@ -196,8 +196,8 @@ def shutdown() -> None:
 def scope() -> Iterator[None]:
     """Where model, optimizer and `compile()` are made, so that their variables are placed as the strategy needs.
 
-    Under `ring`, `parameter_server` and `auto`, and in a world of one rank, it does nothing, so a script that has it
-    runs under every strategy.
+    Under `ring`, `parameter_server` and `auto`, and in a world of one rank, it does nothing, so a script that
+    has it runs under every strategy.
 
     Raises:
         NotInitializedError: `tfdist.init()` was not called.

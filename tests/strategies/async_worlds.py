@@ -1,7 +1,8 @@
 """A world under `async_parameter_server`, whose chief runs what a test asks for.
 
-Only rank 0 comes back from `tfdist.init()`, so `tests.worlds`, which asks all ranks, does not fit. `tfdist run` starts
-the ranks, as for a user; the chief connects to the test by a socket, and calls functions that are named to it.
+Only rank 0 comes back from `tfdist.init()`, so `tests.worlds`, which asks all ranks, does not fit. `tfdist
+run` starts the ranks, as for a user; the chief connects to the test by a socket, and calls functions that are
+named to it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class AsyncWorld:
         self.size = 1 + servers + workers
         strategy = f"async_parameter_server(servers={servers}{', ' + options if options else ''})"
         self.job = start(
-            [sys.executable, "-m", "tfdist", "run", "-np", str(self.size), "--strategy", strategy]
-            + ["--timeout", "120", "-m", "tests.strategies.async_worlds"],
+            [
+                *(sys.executable, "-m", "tfdist", "run", "-np", str(self.size), "--strategy", strategy),
+                *("--timeout", "120", "-m", "tests.strategies.async_worlds"),
+            ],
             **{_SOCKET: place, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )
         try:
@@ -88,7 +91,9 @@ class AsyncWorld:
     def process(self, rank: int) -> psutil.Process:
         """The process of a rank."""
         for process in self.job.members():
-            if process.environ().get("TFDIST_RANK") == str(rank) and "multiprocessing" not in str(process.cmdline()):
+            if process.environ().get("TFDIST_RANK") == str(rank) and "multiprocessing" not in str(
+                process.cmdline()
+            ):
                 return process
         raise AssertionError(f"rank {rank} does not run:\n{self.job.output()[-3000:]}")
 

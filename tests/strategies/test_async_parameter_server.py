@@ -35,7 +35,10 @@ def one_at_a_time() -> Iterator[AsyncWorld]:
         ("normalized", "adam"),
         ("regularized", "sgd"),
         ("embedding", "sgd"),
-        *[pytest.param(*each, marks=pytest.mark.thorough) for each in (("dense", "sgd"), ("dense", "accumulated"))],
+        *[
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in (("dense", "sgd"), ("dense", "accumulated"))
+        ],
     ],
 )
 def test_one_at_a_time_equals_one_process(one_at_a_time: AsyncWorld, network: str, optimizer: str) -> None:
@@ -81,7 +84,8 @@ def test_counts_are_exact_and_staleness_is_bounded(racing: AsyncWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["shard of arrays", "shard of a dataset", "arrays", "repeated dataset", "dataset of unknown length"]
+    "kind",
+    ["shard of arrays", "shard of a dataset", "arrays", "repeated dataset", "dataset of unknown length"],
 )
 def test_each_epoch_uses_each_row_once(racing: AsyncWorld, kind: str) -> None:
     assert racing.call(chief.rows_seen, kind) == [[1, 203]] * 2
@@ -176,7 +180,9 @@ def test_losses(lost: str, tmp_path: Path) -> None:
     world.job.wait_until((tmp_path / "trains").exists)
     world.process(1).kill()
     began = time.monotonic()
-    with pytest.raises(AssertionError, match="PeerLostError: Rank 1 .*BackupAndRestore.*resumes from the last"):
+    with pytest.raises(
+        AssertionError, match=r"PeerLostError: Rank 1 .*BackupAndRestore.*resumes from the last"
+    ):
         world.finish()
     assert time.monotonic() - began < 15.0
     ended = world.close()
@@ -205,7 +211,12 @@ def test_horovod_is_refused() -> None:
         "except tfdist.BackendUnavailableError as error: print(error)\n"
     )
     place = {"TFDIST_RANK": "0", "TFDIST_SIZE": "3", "TFDIST_STRATEGY": "async_parameter_server"}
-    place |= {"TFDIST_LOCAL_RANK": "0", "TFDIST_LOCAL_SIZE": "3", "TFDIST_CROSS_RANK": "0", "TFDIST_CROSS_SIZE": "1"}
+    place |= {
+        "TFDIST_LOCAL_RANK": "0",
+        "TFDIST_LOCAL_SIZE": "3",
+        "TFDIST_CROSS_RANK": "0",
+        "TFDIST_CROSS_SIZE": "1",
+    }
     place |= {"TFDIST_JOB": "a", "TFDIST_RENDEZVOUS": "file:///nowhere"}
     said = _python(code, **place)
     assert "runs on TensorFlow's own engine; received backend='horovod'" in said, said

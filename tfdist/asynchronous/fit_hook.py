@@ -9,9 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import joint_step
+from tfdist.asynchronous.held_arrays import LARGEST, HeldArrays
 from tfdist.asynchronous.scheduler import Fleet, Scheduler, flat_tensors
 from tfdist.asynchronous.server_update import ServerUpdate
 from tfdist.asynchronous.worker_step import WorkerStep
+from tfdist.data.row_sources import RowNumbers, source_of
 from tfdist.errors import OutOfSyncError, TfdistError
 from tfdist.metric_merging import adds_up, own_metrics
 from tfdist.optimizer import is_distributed
@@ -32,6 +34,9 @@ class AsynchronousHook:
         self._max_staleness = max_staleness
         self._schedulers: weakref.WeakKeyDictionary[Any, Scheduler] = weakref.WeakKeyDictionary()
         self._fitting: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Shards of arrays: what is iterated in their place, and the arrays.
+        self._numbers: weakref.WeakKeyDictionary[Any, tuple[Any, HeldArrays]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[Any, HeldArrays] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
 
     def check_scope(self, model: Any) -> None:
@@ -40,8 +45,8 @@ class AsynchronousHook:
             raise TfdistError(
                 f"Under strategy {NAME} the servers keep the model, so it is made in tfdist.scope(); model "
                 f"{model.name!r} was made outside. Write `with tfdist.scope():` around the lines that make the "
-                "model, the optimizer and compile(). To train it in this process on purpose, put compile() and fit() "
-                "into `with tfdist.local():`."
+                "model, the optimizer and compile(). To train it in this process on purpose, put compile() and "
+                "fit() into `with tfdist.local():`."
             )
 
     def fit(self, model: Any, run: Callable[[], Any]) -> Any:
@@ -55,8 +60,19 @@ class AsynchronousHook:
             if model in self._schedulers:
                 self._schedulers[model].discard()
 
-    def evaluate(self, model: Any, data: Any, run: Callable[[], Any]) -> Any:
-        return run()
+    def replace_data(self, model: Any, data: Any) -> Any:
+        """What `fit()` iterates in place of `data`: for arrays that the workers can hold, the numbers of rows."""
+        source = source_of(data)
+        if source is None or source.bytes > LARGEST or joint_step.is_alone():
+            return data
+        if data not in self._numbers:
+            self._numbers[data] = source.numbers(), HeldArrays(source)
+        numbers, self._held[model] = self._numbers[data]
+        return numbers
+
+    def describe(self, model: Any, spec: Any) -> Any:
+        """How a batch looks to the model, from the description of what `fit()` iterates."""
+        return self._held[model].element_spec if isinstance(spec, RowNumbers) else spec
 
     def event(self, name: str, callbacks: Any, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         model = arguments[0] if name == "set_model" else callbacks.model
@@ -74,13 +90,14 @@ class AsynchronousHook:
         if model._distribute_strategy is not placed.distribution():
             return None
         scheduler = self._schedulers[model] = Scheduler(self._fleet, self._max_staleness)
-        kinds: dict[str, tuple[WorkerStep, ServerUpdate]] = {}
+        kinds: dict[tuple[int, str], tuple[WorkerStep, ServerUpdate]] = {}
 
         def prepare(batch: Any) -> tuple[list[Any], WorkerStep, ServerUpdate]:
             tensors, structure, spec = flat_tensors(batch)
-            kind = str((tf.nest.map_structure(lambda part: part is None, structure), spec))
+            arrays = self._held[model] if isinstance(batch, RowNumbers) else None
+            kind = id(arrays), str((tf.nest.map_structure(lambda part: part is None, structure), spec))
             if kind not in kinds:
-                step = WorkerStep(model, model.train_step)
+                step = WorkerStep(model, model.train_step, arrays)
                 step.prepare(structure, spec)
                 kinds[kind] = step, ServerUpdate(model, step)
             return tensors, *kinds[kind]
@@ -116,7 +133,7 @@ class AsynchronousHook:
         if model.run_eagerly:
             raise TfdistError(
                 f"Strategy {NAME} runs the train step on other processes, which takes a graph; received "
-                "run_eagerly=True. Leave it out, or debug under strategy \"ring\" or in one process."
+                'run_eagerly=True. Leave it out, or debug under strategy "ring" or in one process.'
             )
         for metric in own_metrics(model):
             if not adds_up(metric):

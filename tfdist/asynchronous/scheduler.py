@@ -3,8 +3,9 @@
     iterator ── batches ──> coordinator's queue ──> workers ── results ──> ready ── in turn ──> servers
 
 `fit()` asks for the logs of the next step that is done. Until there is one, batches are handed out ahead, so that
-workers need not wait for callbacks, nor callbacks for workers. Updates are made here and nowhere else, so between two
-calls nothing changes. A batch goes to whichever worker is free: each is used once, and a slow worker gets fewer.
+workers need not wait for callbacks, nor callbacks for workers. Updates are made here and nowhere else, so
+between two calls nothing changes. A batch goes to whichever worker is free: each is used once, and a slow
+worker gets fewer.
 
 A worker that is lost hands its batch back. It is known to be lost when its control connection breaks, which it does
 at once for a process that is killed; an error of a step alone may be a passing one of the network.
@@ -199,7 +200,7 @@ class Scheduler:
                 return
             self._bound.begin(job.number)
         try:
-            job.outputs = job.step(job.batch)
+            job.outputs = job.step(job.batch, worker.worker_index)
         except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError) as error:
             if self._fleet.is_lost(worker, within=_SETTLE):
                 worker.stop()  # its thread takes no more

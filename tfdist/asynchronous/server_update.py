@@ -1,8 +1,9 @@
 """The servers' half of a training step: they apply what a worker has left there, when the chief says so.
 
-It is one call of one function, in which nothing depends on a worker any more, and the chief makes one such call at a
-time. So no update, slot write, iteration or count can be lost or be done twice, and no lock is needed; and between two
-calls, when callbacks run, weights, slots and metrics belong to the same number of updates.
+It is one call of one function, in which nothing depends on a worker any more, and the chief makes one such
+call at a time. So no update, slot write, iteration or count can be lost or be done twice, and no lock is
+needed; and between two calls, when callbacks run, weights, slots and metrics belong to the same number of
+updates.
 
 Where the loss is scaled, the scale may have changed since the worker has read it. The optimizer divides by the
 present one, so gradients are first brought to it; both are powers of two, which costs no precision.
@@ -19,6 +20,8 @@ from tfdist import keras_compat
 from tfdist.asynchronous.worker_step import StepResult, WorkerStep
 from tfdist.gradients import scale
 
+_CHIEF = "/job:chief/replica:0/task:0/device:CPU:0"
+
 
 class ServerUpdate:
     """Applies results of one kind of step.
@@ -32,6 +35,11 @@ class ServerUpdate:
         self._model = model
         self._step = step
         self._device = model.variables[0].value.device
+        # One server runs all of it, which takes the fewest messages. Servers don't see each other, so with several
+        # it is a function of this process, with parts on them.
+        variables = [*model.variables, *(model.optimizer.variables if model.optimizer is not None else ())]
+        alone = len({variable.value.device for variable in variables}) == 1
+        self._runs_on, self._results_on = (self._device, self._device) if alone else (None, _CHIEF)
         self._function = tf.function(self._apply, autograph=False)
         self._kinds: Any = {}
 
@@ -44,29 +52,28 @@ class ServerUpdate:
         Returns:
             The logs: metrics after the update, and what the step itself reported.
         """
-        # All of it there: a function of this process with parts on a server costs more messages.
-        with tf.device(self._device):
+        with tf.device(self._runs_on):
             numbers, others = self._function(list(outputs))
         # As tensors each would be a message of its own, and Keras asks for all of them.
         values, tensors = iter(numbers.numpy()), iter(others)
         leaves = [
-            next(values) if is_number else next(tensors).numpy()
-            for is_number in tf.nest.flatten(self._kinds)
+            next(values) if is_number else next(tensors).numpy() for is_number in tf.nest.flatten(self._kinds)
         ]
         logs: dict[str, Any] = tf.nest.pack_sequence_as(self._kinds, leaves)
         return logs
 
     def _apply(self, outputs: Sequence[Any]) -> tuple[Any, list[Any]]:
-        result = self._step.unpack(outputs)
-        for variable, amount in result.changes:
-            variable.value.assign_add(amount)
-        for optimizer, gradients, variables in result.gradients:
-            optimizer.apply(self._rescaled(gradients, result), variables)
-        logs = {**result.logs, **self._model.get_metrics_result()}
-        self._kinds = tf.nest.map_structure(_is_number, logs)
-        leaves = tf.nest.flatten(logs)
-        numbers = [tf.cast(leaf, tf.float32) for leaf in leaves if _is_number(leaf)]
         with tf.device(self._device):
+            result = self._step.unpack(outputs)
+            for variable, amount in result.changes:
+                variable.value.assign_add(amount)
+            for optimizer, gradients, variables in result.gradients:
+                optimizer.apply(self._rescaled(gradients, result), variables)
+            logs = {**result.logs, **self._model.get_metrics_result()}
+            self._kinds = tf.nest.map_structure(_is_number, logs)
+            leaves = tf.nest.flatten(logs)
+            numbers = [tf.cast(leaf, tf.float32) for leaf in leaves if _is_number(leaf)]
+        with tf.device(self._results_on):
             return tf.stack(numbers), [tf.identity(leaf) for leaf in leaves if not _is_number(leaf)]
 
     def _rescaled(self, gradients: Sequence[Any], result: StepResult) -> list[Any]:
@@ -81,4 +88,4 @@ class ServerUpdate:
 
 
 def _is_number(leaf: Any) -> bool:
-    return tf.convert_to_tensor(leaf).shape.rank == 0
+    return bool(tf.convert_to_tensor(leaf).shape.rank == 0)

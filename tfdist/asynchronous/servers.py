@@ -2,8 +2,8 @@
 
 Each process reserves a port before the ranks meet, and tells it in its hello (see `collectives.tf_server`), so no
 port can be lost between choosing and using it. Servers and workers start TensorFlow's server and tell the others;
-then the chief connects. From then on they do what the chief's TensorFlow asks them over gRPC, and look at the control
-channel only for the end: rank 0 leaves in order (exit code 0), or the world has failed.
+then the chief connects. From then on they do what the chief's TensorFlow asks them over gRPC, and look at the
+control channel only for the end: rank 0 leaves in order (exit code 0), or the world has failed.
 """
 
 from __future__ import annotations

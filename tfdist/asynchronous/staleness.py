@@ -3,17 +3,18 @@
 Definition: the staleness of a step is the number of updates that are applied after it began to read the weights and
 before its own update. 0 means that it is the gradient of the very weights to which it is applied.
 
-That at most s + 1 steps are under way does not bound it: while one slow step runs, the other workers can pass it any
-number of times. Nor need updates wait for their turn: a slow step would then hold up those that are ready, which
-makes them staler. A step that reads at version v must be applied at version v + s at the latest; that is a deadline,
-and one update is applied at a time. So:
+That at most s + 1 steps are under way does not bound it: while one slow step runs, the other workers can pass
+it any number of times. Nor need updates wait for their turn: a slow step would then hold up those that are
+ready, which makes them staler. A step that reads at version v must be applied at version v + s at the latest;
+that is a deadline, and one update is applied at a time. So:
 
 - a step may start if with it no more than s + 1 are under way: then each finds a place before its deadline;
-- a step may be applied if the others, in the order of their deadlines, still find a place each (Liu and Layland 1973:
+- a step may be applied if the others, in the order of their deadlines, still find a place each (Liu and
+  Layland 1973:
   earliest deadline first finds an order whenever there is one).
 
-What may not be applied yet waits, and so does its worker if nothing else may start. The step whose deadline is first
-may always be applied, so nothing waits for ever. With s = 0 one step runs at a time.
+What may not be applied yet waits, and so does its worker if nothing else may start. The step whose deadline
+is first may always be applied, so nothing waits for ever. With s = 0 one step runs at a time.
 
 Example, s = 2, three workers; the third is slow and read at version 0:
 
@@ -60,9 +61,7 @@ class StalenessBound:
             return True
         with self._lock:
             others = sorted(read for other, read in self._read_at.items() if other != step)
-        return all(
-            read + self.bound >= self.version + 1 + place for place, read in enumerate(others)
-        )
+        return all(read + self.bound >= self.version + 1 + place for place, read in enumerate(others))
 
     def apply(self, step: int) -> int:
         """The update of a step has been applied.

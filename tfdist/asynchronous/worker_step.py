@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import keras_compat
+from tfdist.asynchronous.held_arrays import HeldArrays
 from tfdist.errors import OutOfSyncError
 
 _SMALL = 1 << 18  # bytes up to which copying a tensor costs less than a message of its own
@@ -44,25 +45,28 @@ class WorkerStep:
 
     Args:
         model: built, in the scope.
-        run: `model.train_step` or `model.test_step`.
+        run: `model.train_step`.
+        arrays: what the workers hold, if a batch is the numbers of its rows.
     """
 
-    def __init__(self, model: Any, run: Callable[[Any], Any]) -> None:
+    def __init__(self, model: Any, run: Callable[[Any], Any], arrays: HeldArrays | None = None) -> None:
         self._model = model
         self._run = run
+        self._arrays = arrays
         self._function: Any = None
         self._layout: list[Any] = []
 
-    def __call__(self, batch: Sequence[Any]) -> Any:
+    def __call__(self, batch: Sequence[Any], worker: int) -> Any:
         """Computes a step on the device of the scope that it is called in.
 
         Args:
             batch: its tensors, flat.
+            worker: number of the worker whose device that is.
 
         Returns:
             Tensors on the servers, which `unpack` understands.
         """
-        return self._function(*batch)
+        return self._function(*batch, *(self._arrays.on(worker) if self._arrays else ()))
 
     def prepare(self, structure: Any, spec: Sequence[Any]) -> None:
         """Traces the step for batches of this kind; call it once, before others.
@@ -83,15 +87,19 @@ class WorkerStep:
                 return
 
     def _trace(self, structure: Any, spec: Sequence[Any], changed: Sequence[Any], scaler: Any) -> None:
+        arrays = self._arrays
         nothing = [leaf is None for leaf in tf.nest.flatten(structure, expand_composites=True)]
 
         def step(*batch: Any) -> Any:
             tensors = iter(batch)
             leaves = [None if absent else next(tensors) for absent in nothing]
             data = tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
+            if arrays is not None:
+                data = arrays.rows(list(tensors), data.rows)
             return self._leave_on_servers(self._result(data, changed, scaler))
 
-        self._function = tf.function(step, input_signature=list(spec), autograph=False)
+        signature = [*spec, *(arrays.spec if arrays is not None else ())]
+        self._function = tf.function(step, input_signature=signature, autograph=False)
         self._function.get_concrete_function()
 
     def _result(self, batch: Any, changed: Sequence[Any], scaler: Any) -> StepResult:

@@ -6,8 +6,8 @@
 
 A worker's computation is emulated: it waits `--pace` milliseconds in each step, and a slow one `--slow` times as
 long. Processes of one machine share its cores, so that all of them would get slower if one did more; machines of a
-cluster don't. What is measured is what the strategies make of it, with all that they send and apply; with `--pace 0`
-nothing but that.
+cluster don't. What is measured is what the strategies make of it, with all that they send and apply; with
+`--pace 0` nothing but that.
 
 Rates are batches a second of all workers together. With all at full speed and with one slow, contenders take turns.
 """
@@ -63,7 +63,10 @@ def main(argv: Sequence[str]) -> int:
         )
     report.finish(
         options.json,
-        settings={name: getattr(options, name) for name in ("workers", "model", "batch", "steps", "rounds", "pace", "slow")},
+        settings={
+            name: getattr(options, name)
+            for name in ("workers", "model", "batch", "steps", "rounds", "pace", "slow")
+        },
         figures={
             "rates": {f"{who}{', one slow' if slow else ''}": each for (who, slow), each in rates.items()},
             "ratios": ratios,
@@ -101,7 +104,10 @@ def _start(contender: str, size: int, folder: pathlib.Path, options: argparse.Na
         size,
         module=_MODULE,
         options={
-            "contender": contender, "model": options.model, "batch": options.batch, "folder": str(folder)
+            "contender": contender,
+            "model": options.model,
+            "batch": options.batch,
+            "folder": str(folder),
         },
         variables={
             "CUDA_VISIBLE_DEVICES": "-1",
@@ -130,5 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=report.at_least(1), default=60, metavar="N", help="per round")
     parser.add_argument("--rounds", type=report.at_least(1), default=5, metavar="R")
     parser.add_argument("--pace", type=float, default=50.0, metavar="MS", help="computation of a step")
-    parser.add_argument("--slow", type=float, default=2.0, metavar="F", help="how much slower the slow worker is")
+    parser.add_argument(
+        "--slow", type=float, default=2.0, metavar="F", help="how much slower the slow worker is"
+    )
     return parser

@@ -75,8 +75,10 @@ def _paced(model: Any) -> Any:
             name = tf.strings.substr(PACE, 0, tf.shape(x)[0] + len(PACE))
             wait = tf.strings.to_number(tf.io.read_file(name), tf.int64)
             # It sleeps before it finds out that there is no element.
-            waited = tf.data.Dataset.range(0, output_type=tf.int64).apply(sleep(wait)).reduce(
-                tf.constant(0, tf.int64), lambda total, each: total + each
+            waited = (
+                tf.data.Dataset.range(0, output_type=tf.int64)
+                .apply(sleep(wait))
+                .reduce(tf.constant(0, tf.int64), lambda total, each: total + each)
             )
             with tf.control_dependencies([waited]):
                 return tf.identity(x)
@@ -164,9 +166,10 @@ def _loop(options: dict[str, Any]) -> Callable[[int], float]:
                 tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
         return value
 
-    @tf.function(autograph=False)
-    def step(iterator: Any) -> Any:
+    def run(iterator: Any) -> Any:
         return strategy.run(replica, args=(next(iterator),))
+
+    step = tf.function(run, autograph=False)
 
     iterator = iter(coordinator.create_per_worker_dataset(_dataset(options)))
 

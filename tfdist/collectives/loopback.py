@@ -1,7 +1,7 @@
 """Keeps a gRPC server that TensorFlow has started to this host.
 
-Problem: `tf.distribute.Server` listens on all interfaces, whatever address the cluster gives it, and asks nobody who
-he is: whoever reaches the port can run graphs in the process. TensorFlow has no option for it.
+Problem: `tf.distribute.Server` listens on all interfaces, whatever address the cluster gives it, and asks
+nobody who he is: whoever reaches the port can run graphs in the process. TensorFlow has no option for it.
 
 Solution: the listening sockets belong to this process, so it finds them and binds them to the loopback device
 (SO_BINDTODEVICE, Linux >= 5.7 without privileges). The kernel then refuses connections from other interfaces. For

@@ -16,6 +16,7 @@ from tfdist.data.datasets import dataset_facts, shard_dataset, shuffle_dataset
 from tfdist.data.marks import Mark, mark, mark_like
 from tfdist.data.plan import REMAINDERS, Remainder, RowPlan
 from tfdist.data.py_datasets import py_dataset_facts, shard_py_dataset
+from tfdist.data.row_sources import RowSource, remember
 
 
 def shard(
@@ -144,7 +145,9 @@ def _shard(
     )
     common = agree(arguments | array_facts(tensors), proposal=proposal)
     batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None)
-    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if not world.is_alone() else batches
+    if world.is_alone():
+        return remember(batches, RowSource(tensors, plan, common if shuffled else None))
+    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan))
 
 
 def _nothing(shard: Any) -> Any:

@@ -10,7 +10,6 @@ tests/test_keras_compat.py fails once Keras mends one of these itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tfdist.keras_compat import fit_loop, placed_models, saving
@@ -34,7 +33,11 @@ from tfdist.keras_compat.partial_optimizer import (
     unbuild,
 )
 from tfdist.keras_compat.saving import atomic_saves, only_take_part
-from tfdist.keras_compat.scheduled_steps import innermost_scaler, scheduled_make_train_function
+from tfdist.keras_compat.scheduled_steps import (
+    fit_on_other_data,
+    innermost_scaler,
+    scheduled_make_train_function,
+)
 from tfdist.keras_compat.train_function import (
     forget_train_functions,
     guarded_make_train_function,
@@ -100,18 +103,22 @@ def install_asynchronous(hook: Any, distribution: Any) -> None:
 
     model = keras.Model
 
-    _patch(model, "make_train_function", scheduled_make_train_function(model.make_train_function, hook.make_train_function))
+    _patch(
+        model,
+        "make_train_function",
+        scheduled_make_train_function(model.make_train_function, hook.make_train_function),
+    )
     # Where it is defined: `load_model` does not compile a model whose class seems to have a `compile` of its own.
     trainer = _owner(model, "compile")
     _patch(trainer, "compile", placed_models.refuse_outside(trainer.compile, hook.check_scope))
     _patch(
         model,
         "_maybe_symbolic_build",
-        placed_models.build_from_description(model._maybe_symbolic_build, distribution),
+        placed_models.build_from_description(model._maybe_symbolic_build, distribution, hook.describe),
     )
     inherited = vars(_owner(model, "distribute_strategy"))["distribute_strategy"]
     _patch(model, "distribute_strategy", placed_models.local_strategy(inherited, distribution))
-    _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
+    _patch(model, "fit", fit_loop.announced_fit(fit_on_other_data(model.fit, hook.replace_data), hook))
     _patch_rest(hook)
 
 

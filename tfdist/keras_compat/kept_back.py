@@ -4,9 +4,10 @@ Problem: `Model.train_step` updates weights, metrics, moving statistics and seed
 Keras variable reads the value, adds to it and writes the sum, so of two workers that do so at the same time one is
 lost; and a worker that dies has done a part of it, which its successor does again.
 
-Solution: one of Keras's own stateless scopes keeps all writes back, as amounts by which variables change. They can be
-applied later, in one go, whatever the variables have become meanwhile. Metrics are seen as empty, since their states
-are sums, so they need not be read at all. Other variables are read once: a second read may see another value.
+Solution: one of Keras's own stateless scopes keeps all writes back, as amounts by which variables change.
+They can be applied later, in one go, whatever the variables have become meanwhile. Metrics are seen as empty,
+since their states are sums, so they need not be read at all. Other variables are read once: a second read may
+see another value.
 """
 
 from __future__ import annotations
@@ -50,9 +51,7 @@ class KeptBack(keras.StatelessScope):  # type: ignore[misc, unused-ignore]
     @property
     def changes(self) -> list[tuple[Any, Any]]:
         """Variables that were written, and by how much they change."""
-        return [
-            (variable, value - self._before[key]) for key, (variable, value) in self._written.items()
-        ]
+        return [(variable, value - self._before[key]) for key, (variable, value) in self._written.items()]
 
     def value_read(self, variable: Any) -> Any:
         """What the step has read of one of the `changed`; None if it has not read it."""
@@ -74,9 +73,9 @@ class KeptBack(keras.StatelessScope):  # type: ignore[misc, unused-ignore]
         variable, value = update
         if tf.compat.v1.get_default_graph() is not self._graph:
             raise ValueError(
-                "A worker of an asynchronous strategy can't assign variables inside a loop or branch of the train "
-                f"step; received an assignment to {getattr(variable, 'path', variable.name)!r} inside tf.while_loop "
-                "or tf.cond. Move the assignment out of it."
+                "A worker of an asynchronous strategy can't assign variables inside a loop or branch of the "
+                f"train step; received an assignment to {getattr(variable, 'path', variable.name)!r} inside "
+                "tf.while_loop or tf.cond. Move the assignment out of it."
             )
         if id(variable) not in self._before and id(variable) not in self._changed:
             raise ReadTwice(variable)

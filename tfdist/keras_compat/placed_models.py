@@ -5,8 +5,8 @@ one can run functions on workers only, through its coordinator; so `evaluate` an
 ClusterCoordinator"), data are not iterated, and `fit` crashes in the symbolic build, which reads a batch.
 
 Mended: such a model runs its functions in the process that calls it, as a model that was made outside of any scope.
-It reads its variables from the servers. What is not built yet is built in the scope, from the description of a batch,
-without reading one. `compile` refuses a model from outside of the scope.
+It reads its variables from the servers. What is not built yet is built in the scope, from the description of
+a batch, without reading one. `compile` refuses a model from outside of the scope.
 """
 
 from __future__ import annotations
@@ -40,8 +40,16 @@ def local_strategy(original: Any, distribution: Any) -> property:
     return property(distribute_strategy)
 
 
-def build_from_description(original: _Original, distribution: Any) -> _Original:
-    """`Model._maybe_symbolic_build`, which `fit` and `evaluate` call first."""
+def build_from_description(
+    original: _Original, distribution: Any, describe: Callable[[Any, Any], Any]
+) -> _Original:
+    """`Model._maybe_symbolic_build`, which `fit` and `evaluate` call first.
+
+    Args:
+        original: Keras's own.
+        distribution: in whose scope models were made.
+        describe: gives for a model, and the description of what it iterates, that of a batch.
+    """
 
     @functools.wraps(original)
     def _maybe_symbolic_build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
@@ -51,7 +59,7 @@ def build_from_description(original: _Original, distribution: Any) -> _Original:
         with distribution.scope():
             if not is_built(self):
                 if iterator is not None:
-                    data_batch = iterator._distributed_dataset.element_spec
+                    data_batch = describe(self, iterator._distributed_dataset.element_spec)
                 self._symbolic_build(data_batch=_without_options(data_batch))
             optimizer = getattr(self, "optimizer", None)
             if optimizer is not None and not optimizer.built and self.trainable_variables:

@@ -6,6 +6,7 @@ one that takes batches from the iterator for several steps ahead, and returns th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,21 @@ def scheduled_make_train_function(original: Callable[..., Any], make: MakeFuncti
         return self.train_function
 
     return make_train_function
+
+
+def fit_on_other_data(original: Callable[..., Any], replace: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`Model.fit` on what `replace(model, x)` returns.
+
+    Class weights stay with the data that have the classes in them.
+    """
+
+    @functools.wraps(original)
+    def fit(self: Any, x: Any = None, *args: Any, **options: Any) -> Any:
+        # After x: y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle, class_weight.
+        weighted = options.get("class_weight") is not None or len(args) > 8
+        return original(self, x if weighted else replace(self, x), *args, **options)
+
+    return fit
 
 
 def innermost_scaler(optimizer: Any) -> Any:

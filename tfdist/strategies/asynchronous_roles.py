@@ -1,4 +1,5 @@
-"""Which rank does what under `async_parameter_server`: one runs the script, some keep variables, the others compute.
+"""Which rank does what under `async_parameter_server`: one runs the script, some keep variables, the others
+compute.
 
     rank 0: chief   ranks 1..k: servers   ranks k+1..N-1: workers
 

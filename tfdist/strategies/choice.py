@@ -6,7 +6,6 @@ import importlib
 from typing import Any
 
 from tfdist.collectives.base import Group
-from tfdist.errors import TfdistError
 from tfdist.gradients import GradientReducer
 from tfdist.strategies import asynchronous_roles, placed
 from tfdist.strategies.auto import Auto

@@ -1,7 +1,8 @@
 """Where variables are placed: the `tf.distribute.Strategy` of the current world, if it has one.
 
-Under `ring` and `parameter_server` every rank has variables of its own, and TensorFlow places them. Other strategies
-need variables to be made in the scope of a `tf.distribute.Strategy`, which `tfdist.scope()` enters.
+Under `ring` and `parameter_server` every rank has variables of its own, and TensorFlow places them. Other
+strategies need variables to be made in the scope of a `tf.distribute.Strategy`, which `tfdist.scope()`
+enters.
 """
 
 from __future__ import annotations

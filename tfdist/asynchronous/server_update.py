@@ -39,7 +39,8 @@ class ServerUpdate:
         # it is a function of this process, with parts on them.
         variables = [*model.variables, *(model.optimizer.variables if model.optimizer is not None else ())]
         alone = len({variable.value.device for variable in variables}) == 1
-        self._runs_on, self._results_on = (self._device, self._device) if alone else (None, _CHIEF)
+        self._runs_on: str | None = self._device if alone else None
+        self._results_on: str = self._device if alone else _CHIEF
         self._function = tf.function(self._apply, autograph=False)
         self._kinds: Any = {}
 

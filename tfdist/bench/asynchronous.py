@@ -107,6 +107,7 @@ def _start(contender: str, size: int, folder: pathlib.Path, options: argparse.Na
             "contender": contender,
             "model": options.model,
             "batch": options.batch,
+            "steps": options.steps,
             "folder": str(folder),
         },
         variables={
@@ -133,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=report.at_least(2), default=2, metavar="W")
     parser.add_argument("--model", choices=MODELS, default="convnet")
     parser.add_argument("--batch", type=report.at_least(1), default=64, metavar="B", help="rows per worker")
-    parser.add_argument("--steps", type=report.at_least(1), default=60, metavar="N", help="per round")
+    parser.add_argument("--steps", type=report.at_least(1), default=100, metavar="N", help="per round")
     parser.add_argument("--rounds", type=report.at_least(1), default=5, metavar="R")
     parser.add_argument("--pace", type=float, default=50.0, metavar="MS", help="computation of a step")
     parser.add_argument(

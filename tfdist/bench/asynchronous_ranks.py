@@ -22,7 +22,6 @@ import numpy as np
 from tfdist.bench.fit_ranks import MODELS
 from tfdist.bench.ranks import Channel
 
-_WARM = 10  # steps before anything is timed
 PACE = "pace"  # file in a rank's folder: microseconds that a step waits
 _SERVER = "/job:ps/replica:0/task:0/device:CPU:0"
 
@@ -32,14 +31,14 @@ def main(channel: Channel, options: dict[str, Any]) -> None:
 
     Args:
         channel: to the measuring process.
-        options: contender, model (a key of `MODELS`), batch, and the folder of the ranks' folders.
+        options: contender, model (a key of `MODELS`), batch, steps, and the folder of the ranks' folders.
     """
     folder = pathlib.Path(options["folder"], options["contender"], str(channel.rank))
     folder.mkdir(parents=True)
     (folder / PACE).write_text("0")
     os.chdir(folder)
     if options["contender"] == "ring":
-        _answer(channel, {"ring": _ring(options)})
+        _answer(channel, options, {"ring": _ring(options)})
         return
     import tfdist
 
@@ -48,13 +47,13 @@ def main(channel: Channel, options: dict[str, Any]) -> None:
         tfdist.init()  # serves until this process is ended
         return
     tfdist.init()
-    _answer(channel, {"fit": _fit(options), "loop": _loop(options)})
+    _answer(channel, options, {"fit": _fit(options), "loop": _loop(options)})
 
 
-def _answer(channel: Channel, contenders: dict[str, Callable[[int], float]]) -> None:
+def _answer(channel: Channel, options: dict[str, Any], contenders: dict[str, Callable[[int], float]]) -> None:
     """Serves requests for a number of steps of a contender."""
     for train in contenders.values():
-        train(_WARM)
+        train(options["steps"])  # traced, and held by the workers, before anything is timed
     channel.ready()
     for request in channel.requests():
         began = time.perf_counter()
@@ -86,14 +85,10 @@ def _paced(model: Any) -> Any:
     return keras.Sequential([keras.Input((784,)), Pace(), *model.layers])
 
 
-def _dataset(options: dict[str, Any]) -> Any:
-    import tensorflow as tf
-
+def _arrays(options: dict[str, Any], batches: int) -> tuple[Any, Any]:
     random = np.random.default_rng(1)
-    rows = 16 * options["batch"]
-    images = random.random((rows, 784), dtype=np.float32)
-    labels = random.integers(0, 10, rows)
-    return tf.data.Dataset.from_tensor_slices((images, labels)).batch(options["batch"]).cache().repeat()
+    rows = batches * options["batch"]
+    return random.random((rows, 784), dtype=np.float32), random.integers(0, 10, rows)
 
 
 def _compiled(options: dict[str, Any]) -> Any:
@@ -119,11 +114,16 @@ def _ring(options: dict[str, Any]) -> Callable[[int], float]:
 
 
 def _fit(options: dict[str, Any]) -> Callable[[int], float]:
-    model, dataset = _compiled(options), _dataset(options)
+    import tfdist
+
+    model = _compiled(options)
+    # An epoch of so many steps; the ring's step takes a batch for every rank.
+    ranks = tfdist.replicas() if options["contender"] == "ring" else 1
+    shard = tfdist.shard(_arrays(options, options["steps"] * ranks), batch_size=options["batch"])
 
     def train(steps: int) -> float:
         before = int(model.optimizer.iterations.numpy())
-        model.fit(dataset, steps_per_epoch=steps, epochs=1, verbose=0)
+        model.fit(shard, verbose=0, shuffle=False)
         return int(model.optimizer.iterations.numpy()) - before
 
     return train
@@ -171,7 +171,10 @@ def _loop(options: dict[str, Any]) -> Callable[[int], float]:
 
     step = tf.function(run, autograph=False)
 
-    iterator = iter(coordinator.create_per_worker_dataset(_dataset(options)))
+    dataset = (
+        tf.data.Dataset.from_tensor_slices(_arrays(options, 16)).batch(options["batch"]).cache().repeat()
+    )
+    iterator = iter(coordinator.create_per_worker_dataset(dataset.prefetch(2)))
 
     def train(steps: int) -> float:
         before = int(optimizer.iterations.numpy())

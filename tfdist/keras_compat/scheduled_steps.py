@@ -34,7 +34,7 @@ def fit_on_other_data(original: Callable[..., Any], replace: Callable[[Any, Any]
 
     @functools.wraps(original)
     def fit(self: Any, x: Any = None, *args: Any, **options: Any) -> Any:
-        # After x: y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle, class_weight.
+        # By place it is the ninth after x.
         weighted = options.get("class_weight") is not None or len(args) > 8
         return original(self, x if weighted else replace(self, x), *args, **options)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tfdist import cluster, fit_hook, joint_step, keras_compat, resources, world
 from tfdist.asynchronous import servers
 from tfdist.asynchronous.fit_hook import AsynchronousHook
-from tfdist.asynchronous.scheduler import Fleet
+from tfdist.asynchronous.fleet import Fleet
 from tfdist.collectives import select
 from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import joint_step
+from tfdist.asynchronous.fleet import Fleet
 from tfdist.asynchronous.held_arrays import LARGEST, HeldArrays
-from tfdist.asynchronous.scheduler import Fleet, Scheduler, flat_tensors
+from tfdist.asynchronous.scheduler import Scheduler, flat_tensors
 from tfdist.asynchronous.server_update import ServerUpdate
 from tfdist.asynchronous.worker_step import WorkerStep
 from tfdist.data.row_sources import RowNumbers, source_of

@@ -9,10 +9,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import joint_step
-from tfdist.asynchronous.fleet import Fleet
+from tfdist.asynchronous.fleet import LOSSES, SETTLE, Fleet
 from tfdist.asynchronous.held_arrays import LARGEST, HeldArrays
 from tfdist.asynchronous.scheduler import Scheduler, flat_tensors
 from tfdist.asynchronous.server_update import ServerUpdate
+from tfdist.asynchronous.servers import explain_loss
 from tfdist.asynchronous.worker_step import WorkerStep
 from tfdist.data.row_sources import RowNumbers, source_of
 from tfdist.errors import OutOfSyncError, TfdistError
@@ -56,6 +57,10 @@ class AsynchronousHook:
         self._fitting.add(model)
         try:
             return run()
+        except LOSSES as error:
+            if not self._fleet.is_failed(within=SETTLE):
+                raise
+            raise explain_loss(self._fleet.control, error) from error
         finally:
             self._fitting.discard(model)
             if model in self._schedulers:

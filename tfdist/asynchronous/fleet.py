@@ -18,6 +18,10 @@ from tfdist.control import ControlPlane
 from tfdist.errors import PeerLostError
 from tfdist.strategies.asynchronous_roles import Roles
 
+SETTLE = 5.0  # seconds within which the control channel must have noticed that a process is gone
+LOSSES = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+"""What TensorFlow raises where a process was that is gone; or after a passing fault of the network."""
+
 
 class Fleet:
     """The workers of a world, and what is known of them.
@@ -79,6 +83,13 @@ class Fleet:
                 return False
             time.sleep(0.05)
         return True
+
+    def is_failed(self, *, within: float) -> bool:
+        """Whether a server is gone; waits so many seconds for the news."""
+        deadline = time.monotonic() + within
+        while self.control.failure is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.control.failure is not None
 
     def _lost(self) -> dict[int, str]:
         return {rank: text for rank, text in self.control.lost.items() if rank in self._roles.workers}

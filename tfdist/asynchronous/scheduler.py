@@ -18,21 +18,18 @@ import dataclasses
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.asynchronous import servers
-from tfdist.asynchronous.fleet import Fleet
+from tfdist.asynchronous.fleet import LOSSES, SETTLE, Fleet
 from tfdist.asynchronous.server_update import ServerUpdate
 from tfdist.asynchronous.staleness import StalenessBound
 from tfdist.asynchronous.worker_step import WorkerStep
 
 _AHEAD = 2  # steps under way per worker: one that it computes, and one that it goes on with
 _LOOK = 0.2  # seconds between looks at the control channel
-_SETTLE = 5.0  # seconds within which the control channel must have noticed that a process is gone
 _RETRIES = 3  # of a step that fails although its worker lives
 
 
@@ -133,8 +130,8 @@ class Scheduler:
             self._bound.begin(job.number)
         try:
             job.outputs = job.step(job.batch, worker.worker_index)
-        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError) as error:
-            if self._fleet.is_lost(worker, within=_SETTLE):
+        except LOSSES as error:
+            if self._fleet.is_lost(worker, within=SETTLE):
                 worker.stop()  # its thread takes no more
             else:
                 job.failures += 1
@@ -169,17 +166,11 @@ class Scheduler:
     def _apply(self, job: _Job, meanwhile: Callable[[], None]) -> dict[str, Any]:
         assert job.outputs is not None
         update = self._updater.submit(job.update, job.outputs)
-        try:
-            meanwhile()
-        finally:
-            concurrent.futures.wait([update])
-        try:
-            logs = update.result()
-        except (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError) as error:
-            deadline = time.monotonic() + _SETTLE
-            while self._fleet.control.failure is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            raise servers.explain_loss(self._fleet.control, error) from error
+        meanwhile()
+        while not update.done():
+            concurrent.futures.wait([update], timeout=_LOOK)
+            self._fleet.look()
+        logs = update.result()
         with self._lock:
             del self._under_way[job.number]
             stale = self._bound.apply(job.number)

@@ -341,6 +341,10 @@ def callbacks() -> dict[str, Any]:
             )
             found["evaluate"] = abs(loaded.evaluate(x, y, verbose=0)[0] - model.evaluate(x, y, verbose=0)[0])
             found["predict"] = _largest([model.predict(x, verbose=0)], [loaded.predict(x, verbose=0)])
+        with tfdist.scope():
+            again = tfdist.load_model(f"{folder}/best.keras")
+        again.fit(tfdist.shard((x, y), batch_size=BATCH), verbose=0)
+        found["trained again"] = int(again.optimizer.iterations)
         found["tfdist.predict"] = _largest(
             [model.predict(x, verbose=0)], [tfdist.predict(model, x, verbose=0)]
         )

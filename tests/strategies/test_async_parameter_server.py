@@ -103,6 +103,7 @@ def test_callbacks_and_files(racing: AsyncWorld) -> None:
     steps = found["epochs"] * chief.STEPS
     assert found["epochs"] == 4
     assert found["iterations"] == found["loaded iterations"] == steps
+    assert found["trained again"] == steps + chief.STEPS
     assert found["rates"] == [0.01, 0.005, 0.00333, 0.0025]
     assert found["loaded optimizer"] == "Adam"
     assert found["accuracy"] > 0.9

@@ -48,6 +48,8 @@ def shard(
     alone. That number counts the passes of this process, so all ranks must make the same ones: `evaluate`
     on the training shard is for every rank or none.
 
+    Under `async_parameter_server` one process calls it, and deals the batches out to the workers as they get free.
+
     With one process, datasets come back as they are, arrays as batches of all rows in the same order that N
     processes share.
 

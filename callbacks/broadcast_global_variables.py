@@ -59,7 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.local_variables.append(variable)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if world.size() == 1:
+        if world.is_alone():
             return
         fit_hook.leave_local(self.model, self.local_variables)
         fit_hook.when_built(self.model, self._broadcast)

@@ -1,6 +1,7 @@
 """Trains a small convolutional network on 5,000 real MNIST images, with validation shared by all processes.
 
     tfdist run -np 2 examples/mnist.py
+    tfdist run -np 4 --strategy async_parameter_server examples/mnist.py
 
 Fails if it gets less than 95 % of the held-out images right.
 """
@@ -54,12 +55,13 @@ def main() -> int:
     keras.utils.set_random_seed(7)
     train, held_out = mnist()
 
-    model = network()
-    model.compile(
-        tfdist.DistributedOptimizer(keras.optimizers.Adam(1e-3 * tfdist.size())),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    with tfdist.scope():  # where variables are placed by the strategy; most have no need of it
+        model = network()
+        model.compile(
+            tfdist.DistributedOptimizer(keras.optimizers.Adam(1e-3 * tfdist.replicas())),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
     history = model.fit(
         tfdist.shard(train, batch_size=arguments.batch_size),
         validation_data=tfdist.shard(held_out, batch_size=100, shuffle=False),

@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"gradients", "joining", "metric_merging", "variables", "data", "accumulation", "layers"},
     {"strategies", "reduction_arguments", "prediction_shares"},
     {"optimizer", "tape"},
-    {"fit_session", "inference"},
+    {"fit_session", "inference", "asynchronous"},
     {"fit_hook"},
     {"placed_session"},
     {"placed_hook"},

@@ -96,6 +96,16 @@ def test_mnist_reaches_its_goal(environment: dict[str, str]) -> None:
     assert float(accuracy[1]) >= 95
 
 
+def test_mnist_on_asynchronous_servers(environment: dict[str, str]) -> None:
+    """Two of four processes compute, as many samples as the ring's; what it reaches, too, within a point."""
+    strategy = {"TFDIST_STRATEGY": "async_parameter_server"}
+    accuracy = re.search(
+        r"held-out images: ([0-9.]+)%", run(environment | strategy, "mnist.py", "--epochs", "5", ranks=4)
+    )
+    assert accuracy
+    assert float(accuracy[1]) >= 95
+
+
 def test_sync_batch_norm_learns_in_sync(environment: dict[str, str]) -> None:
     output = run(environment, "sync_batch_norm.py")
     accuracy = re.search(r"held-out digits: ([0-9.]+)%; all ranks hold", output)

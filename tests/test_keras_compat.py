@@ -5,6 +5,9 @@ Then the patch can go, for that version of Keras and later.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -171,3 +174,66 @@ def test_faults_of_keras_between_workers(fresh_world: Callable[..., World]) -> N
         assert found["reduced"] != "nothing", (
             "Keras reduces scalars between workers: drop `reduce_logs_locally`"
         )
+
+
+def test_keras_still_adds_by_reading_and_writing() -> None:
+    """Two workers that add at once lose one: what `kept_back` keeps from happening."""
+    import keras
+
+    variable = keras.Variable(1.0)
+    written: list[float] = []
+    variable._direct_assign = lambda value: written.append(float(value))
+    variable.assign_add(2.0)
+    assert written == [3.0], "assign_add adds in one operation now: metrics need not be kept back"
+
+
+_PARAMETER_SERVERS = """
+import socket, sys
+import keras, numpy as np, tensorflow as tf
+reserved = [socket.socket() for _ in range(3)]
+for each in reserved:
+    each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    each.bind(("127.0.0.1", 0))
+places = [f"127.0.0.1:{each.getsockname()[1]}" for each in reserved]
+cluster = tf.train.ClusterSpec({"chief": places[:1], "ps": places[1:2], "worker": places[2:]})
+servers = [tf.distribute.Server(cluster, job_name=job, task_index=0) for job in ("ps", "worker")]
+resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    cluster, rpc_layer="grpc", task_type="chief", task_id=0
+)
+strategy = tf.distribute.ParameterServerStrategy(resolver)
+tf.distribute.coordinator.ClusterCoordinator(strategy)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+for method in (model.evaluate, model.fit):
+    try:
+        method(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+        print(method.__name__, "works")
+    except Exception as error:
+        print(method.__name__, "fails")
+sys.stdout.flush()
+import os
+os._exit(0)
+"""
+
+
+def test_keras_still_cannot_use_models_on_parameter_servers() -> None:
+    """What `placed_models` and `scheduled_steps` mend."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PARAMETER_SERVERS],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split("\n")[:2] == ["evaluate fails", "fit fails"], done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_maybe_symbolic_build", "distribute_strategy", "_distribute_strategy", "compile", "_compile_metrics"],
+)
+def test_places_that_models_on_servers_need_exist(name: str) -> None:
+    import keras
+
+    assert hasattr(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), name)

@@ -94,7 +94,7 @@ def merge_evaluation(model: Any, logs: dict[str, Any]) -> None:
         model: the model, whose metrics hold what this rank measured, and then what all did.
         logs: changed in place; empty on a rank without data.
     """
-    if world.size() == 1:
+    if world.is_alone():
         return
     answers = _meet("evaluate", metric_merging.measure(model, logs).to_payload())
     for name in metric_merging.merge_into(logs, model, answers):
@@ -250,7 +250,7 @@ def _unpacked(leaf: Any) -> Any:
 
 
 def _gather(mine: _Part, gather: Gather) -> list[_Part] | None:
-    if world.size() == 1:
+    if world.is_alone():
         return [mine]
     if gather == "all":
         return operations.allgather_object(mine, name="predict")

@@ -82,7 +82,7 @@ def measure(model: Any, logs: dict[str, Any]) -> Measured:
         [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in metric.variables]
         if adds_up(metric)
         else None
-        for metric in _metrics(model)
+        for metric in own_metrics(model)
     ]
     tracker = getattr(model, "_loss_tracker", None)
     samples = 0.0 if tracker is None else float(keras.ops.convert_to_numpy(tracker.count))
@@ -100,7 +100,7 @@ def merge(model: Any, ranks: Sequence[Measured]) -> tuple[dict[str, Any], list[s
         Values by name, the same on all ranks, and the names of metrics whose states don't add up, so that a mean
         had to do.
     """
-    metrics = _metrics(model)
+    metrics = own_metrics(model)
     averaged = [metric.name for metric in metrics if not adds_up(metric)]
     summable = [place for place in range(len(metrics)) if _states_match(place, len(metrics), ranks)]
     measuring = _with_data(ranks)
@@ -259,7 +259,7 @@ def _assign(metric: Any, state: list[np.ndarray[Any, Any]]) -> None:
         variable.assign(value)
 
 
-def _metrics(model: Any) -> list[Any]:
+def own_metrics(model: Any) -> list[Any]:
     """Every metric of its own state, in an order that is the same on all ranks."""
     found: list[Any] = []
 

@@ -118,6 +118,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         )
         self._self_reducer = reducer
         self._self_strategy = choice.make(here.strategy, reducer, reducer.group or here.everyone)
+        self._self_strategy.refuse({"backward_passes_per_step": backward_passes_per_step})
         self._self_accumulator = PassAccumulator(
             backward_passes_per_step, average=average_aggregated_gradients
         )

@@ -86,7 +86,7 @@ def _share_of_dataset(data: Any, batch_size: int | None, steps: int | None, exec
         raise ValueError(
             "tfdist.predict needs data with an end. Received: a dataset without one. Pass `steps`."
         )
-    rank, ranks = world.rank(), world.size()
+    rank, ranks = world.rank(), world.current().everyone.size
     if count >= 0 and not _numbers_of_batches(count, execution):
         return Share(None, _places_of_executions, facts)
     if execution == 1:
@@ -137,7 +137,7 @@ def _share_of_arrays(data: Any, batch_size: int, steps: int | None) -> Share:
     batches = -(-rows // batch_size)
     if steps is not None:
         batches = min(batches, steps)
-    rank, ranks = world.rank(), world.size()
+    rank, ranks = world.rank(), world.current().everyone.size
     start = batches * rank // ranks * batch_size
     stop = min(batches * (rank + 1) // ranks * batch_size, rows)
     mine = keras.tree.map_structure(lambda leaf: leaf[start:stop], data) if start < stop else None
@@ -158,10 +158,10 @@ def _refuse_batch_size(batch_size: int | None, reason: str) -> None:
 
 def _numbers_of_batches(count: int, execution: int) -> list[int]:
     """Which of `count` batches this rank predicts: executions in turns."""
-    rank, ranks = world.rank(), world.size()
+    rank, ranks = world.rank(), world.current().everyone.size
     return [number for number in range(count) if number // execution % ranks == rank]
 
 
 def _places_of_executions(executions: Sequence[int]) -> npt.NDArray[np.int64]:
-    numbers = np.arange(len(executions), dtype=np.int64) * world.size() + world.rank()
+    numbers = np.arange(len(executions), dtype=np.int64) * world.current().everyone.size + world.rank()
     return np.repeat(numbers, executions)

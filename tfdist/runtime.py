@@ -16,6 +16,9 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist import cluster, fit_hook, joint_step, keras_compat, resources, world
+from tfdist.asynchronous import servers
+from tfdist.asynchronous.fit_hook import AsynchronousHook
+from tfdist.asynchronous.fleet import Fleet
 from tfdist.collectives import select
 from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
@@ -23,7 +26,8 @@ from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
 from tfdist.placed_hook import PlacedHook
 from tfdist.process_sets import ProcessSet, add_process_set, registered, require_distinct
-from tfdist.strategies import choice, devices, placed
+from tfdist.strategies import asynchronous_roles, choice, devices, placed
+from tfdist.strategies.asynchronous_roles import Roles
 
 BACKENDS = ("auto", "tf", "horovod", "single")
 DEFAULT_TIMEOUT = 300.0
@@ -49,6 +53,8 @@ def init(
         backend: `auto` (Horovod if it is installed and usable on every rank, else TensorFlow), `tf` or
             `horovod`. Default: the launcher's `--backend`, else `auto`.
         strategy: `ring`; `parameter_server(servers=k, dedicated=False, server_loss=False)` with k = 1 by default;
+            `async_parameter_server(servers=k, max_staleness=None)`: rank 0 runs the script, the next k ranks keep
+            the variables, the others compute; in those two `init` serves until the job ends, and never returns;
             `mirrored(devices=k)`, `multi_worker_mirrored(devices=k)` or `central_storage(devices=k)`, with k
             devices of each process, by default all; or `auto`, which takes the one that is fastest by
             `tfdist.cost` and fits into memory, and prints why.
@@ -85,6 +91,10 @@ def init(
     everyone = Group(tuple(range(spec.size)))
     strategy = _strategy(strategy, environ.get("TFDIST_STRATEGY"), spec.size)
     require_distinct([process_set.ranks for process_set in sets], size=spec.size)
+    roles = asynchronous_roles.roles_of(strategy, spec.size)
+    if roles is not None:
+        _init_asynchronous(spec, roles, strategy, backend=backend, timeout=timeout)
+        return
     is_placed = choice.places_replicas(strategy)
     if is_placed and spec.size > 1:
         backend = _backend_of_placed(backend, strategy)
@@ -129,6 +139,44 @@ def init(
         add_process_set(process_set)
 
 
+def _init_asynchronous(
+    spec: cluster.ClusterSpec, roles: Roles, strategy: str, *, backend: str, timeout: float
+) -> None:
+    """Starts the world of a strategy in which one rank runs the script; on the others it does not return."""
+    servers.refuse_backend(backend)
+    hello = {"host": socket.gethostname(), "pid": os.getpid(), "strategy": strategy, "backend": backend}
+    hello |= select.offer(spec, backend="tf", timeout=timeout)
+    secret = os.environ.get("TFDIST_SECRET")
+    control = ControlPlane.connect(
+        spec, hello=hello, timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
+        host=os.environ.get("TFDIST_HOST"), expendable=spec.rank in roles.workers,
+    )  # fmt: skip
+    spec = cluster.with_hosts(spec, [str(place["host"]) for place in control.roster])
+    if spec.rank > 0:
+        _configure_devices(spec, os.environ)
+        servers.serve(spec, roles, control)
+    _configure_devices(spec, os.environ)
+    try:
+        distribution = servers.connect(spec, roles, control)
+    except BaseException as error:
+        control.close(error=f"{type(error).__name__}: {error}")
+        raise
+    # For everything else this world has one rank: no other one runs the script.
+    engine = select.choose(cluster.ClusterSpec(), None, backend="auto", timeout=timeout)
+    world.install(
+        world.World(spec, engine, None, strategy, timeout, Group((0,)), None, choice.dedicated(strategy))
+    )
+    placed.use(distribution)
+    keras_compat.install_asynchronous(
+        AsynchronousHook(Fleet(distribution, roles, control), choice.option(strategy, "max_staleness")),
+        distribution,
+    )
+    global _served_by
+    _served_by = control
+    _announce_crashes()
+    atexit.register(shutdown)
+
+
 def shutdown() -> None:
     """Leaves the world: all ranks call it, or let the end of the script do it. Undoes the hook on Keras.
 
@@ -142,6 +190,10 @@ def shutdown() -> None:
     keras_compat.uninstall()
     placed.forget()
     world.install(None)
+    global _served_by
+    if _served_by is not None:
+        _served_by.close(error=_crash, dismiss=True)
+        _served_by = None
     if ended.watchdog is not None:
         ended.watchdog.stop()
     if ended.control is not None:
@@ -179,8 +231,9 @@ def local() -> Iterator[None]:
 def scope() -> Iterator[None]:
     """Where models and optimizers are made and compiled, or loaded; under every strategy.
 
-    Under `mirrored`, `multi_worker_mirrored` and `central_storage` variables made inside are those of all devices;
-    elsewhere it does nothing. Under `multi_worker_mirrored` every rank enters it, and makes the same variables.
+    Under `mirrored`, `multi_worker_mirrored` and `central_storage` variables made inside are those of all devices,
+    under `async_parameter_server` they are on the servers; elsewhere it does nothing. Under `multi_worker_mirrored`
+    every rank enters it, and makes the same variables.
 
     Example:
         >>> import keras, tfdist
@@ -270,7 +323,7 @@ def importlib_missing(module: str) -> bool:
     return importlib.util.find_spec(module) is None
 
 
-def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str], count: int) -> None:
+def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str], count: int = 1) -> None:
     """Gives each of several ranks on a host its share: `count` GPUs each, or an equal part of the cores."""
     if spec.local_size == 1:
         return
@@ -295,6 +348,7 @@ def _configure_devices(spec: cluster.ClusterSpec, environ: Mapping[str, str], co
 
 
 _crash: str | None = None
+_served_by: ControlPlane | None = None  # to the ranks that serve this one
 
 
 def _announce_crashes() -> None:

@@ -109,6 +109,11 @@ def replicas() -> int:
     return (current().spec.size - current().dedicated) * current().devices
 
 
+def is_alone() -> bool:
+    """Whether only this process runs the script: a world of one rank, or one where the others serve it."""
+    return current().everyone.size == 1
+
+
 def replica() -> int | None:
     """Number of this process among those that compute gradients; None if it does not."""
     number = rank() - current().dedicated

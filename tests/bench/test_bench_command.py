@@ -21,7 +21,8 @@ def test_help_lists_the_subjects(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--help"]) == 0
     words = capsys.readouterr().out
     assert all(
-        f"\n  {subject} " in words for subject in ("fit", "allreduce", "comm", "latency", "memory", "start")
+        f"\n  {subject} " in words
+        for subject in ("fit", "allreduce", "comm", "asynchronous", "latency", "memory", "start")
     )
 
 
@@ -44,6 +45,7 @@ def test_no_subject_and_unknown_subject_are_usage_errors(capsys: pytest.CaptureF
         ["allreduce", "--sizes", "1.5MB"],
         ["allreduce", "--only", "nccl"],
         ["comm", "-np", "1"],
+        ["asynchronous", "--workers", "1"],
         ["comm", "--engine", "nccl"],
         ["latency", "--repeat", "-3"],
         ["start", "--timeout", "0"],
@@ -294,6 +296,16 @@ def test_comm_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert by_size[str(22 * 48 << 10)] == pytest.approx(22 * 48 << 10, rel=0.03)
     assert set(figures["seconds"]["2"]) == {comm.RING, comm.ONE, comm.ALL}
     assert "| 2, parameter_server(servers=N) |" in capsys.readouterr().out
+
+
+def test_asynchronous_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--steps", "4", "--rounds", "1", "--pace", "5", "--batch", "8"]
+    figures = _run(tmp_path, "asynchronous", *words)
+    assert set(figures["rates"]) == {
+        f"{who}{slow}" for who in ("ring", "fit", "loop") for slow in ("", ", one slow")
+    }
+    assert all(_positive(rounds, count=1) for rounds in figures["rates"].values())
+    assert "fit / ring, one slow: " in capsys.readouterr().out
 
 
 def test_latency_smoke(tmp_path: Path) -> None:

@@ -289,3 +289,43 @@ def test_server_that_does_not_answer_is_a_timeout_and_no_hang(
             plane.exchange("key", None, timeout=0.5)
         os.kill(pid, signal.SIGCONT)
         plane.close()
+
+
+def test_expendable_rank_is_lost_without_ending_the_world(rendezvous: str) -> None:
+    planes = in_threads(
+        [lambda rank=rank: connect(rank, 3, rendezvous, expendable=rank == 2) for rank in range(3)]  # type: ignore[misc]
+    )
+    try:
+        planes[2]._client._line.hang_up()  # as when its process is killed
+        wait_for(lambda: 2 in planes[0].lost and 2 in planes[1].lost)
+        assert "Rank 2" in planes[0].lost[2]
+        assert planes[0].failure is None
+        answers = in_threads(
+            [lambda plane=plane: plane.exchange("go on", 1, ranks=[0, 1]) for plane in planes[:2]]
+        )  # type: ignore[misc]
+        assert answers == [[1, 1], [1, 1]]
+    finally:
+        for plane in reversed(planes):
+            plane.close()
+
+
+def test_dismissal_ends_the_wait_of_those_that_serve(rendezvous: str) -> None:
+    planes = in_threads([lambda rank=rank: connect(rank, 3, rendezvous) for rank in range(3)])  # type: ignore[misc]
+
+    def dismiss() -> None:
+        time.sleep(0.3)
+        planes[0].close(dismiss=True)
+
+    began = time.monotonic()
+    assert in_threads([dismiss, planes[1].wait_for_end, planes[2].wait_for_end]) == [None] * 3
+    assert time.monotonic() - began < 3.0
+    for plane in planes:
+        plane.close()
+
+
+def test_failure_ends_the_wait_of_those_that_serve(rendezvous: str) -> None:
+    planes = in_threads([lambda rank=rank: connect(rank, 2, rendezvous) for rank in range(2)])  # type: ignore[misc]
+    planes[0].close(error="ValueError: on purpose", dismiss=True)
+    with pytest.raises(PeerLostError, match=r"Rank 0 .* ended early: ValueError: on purpose"):
+        planes[1].wait_for_end()
+    planes[1].close()

@@ -168,3 +168,12 @@ def test_description_can_be_pasted_but_hides_the_secret() -> None:
     assert [line.partition(":")[0] for line in lines] == ["rank 0", "rank 1"]
     assert all(line.endswith("python train.py --rate '0.1 0.2'") for line in lines)
     assert "ab12" not in "".join(lines)
+
+
+def test_workers_of_an_asynchronous_strategy_are_expendable() -> None:
+    strategy = "async_parameter_server(servers=2)"
+    assert local(Request(("script",), 5, strategy=strategy)).expendable == {3, 4}
+    assert local(Request(("script",), 5), {"TFDIST_STRATEGY": strategy}).expendable == {3, 4}
+    assert not local(Request(("script",), 5, strategy="ring")).expendable
+    with pytest.raises(LauncherError, match="needs at least 4 ranks"):
+        local(Request(("script",), 3, strategy=strategy))

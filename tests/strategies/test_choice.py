@@ -16,7 +16,7 @@ def test_equal_strategies_are_written_alike() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("star", "must be one of ring, parameter_server.*received 'star'"),
+        ("star", "must be one of ring, parameter_server, async_parameter_server.*received 'star'"),
         ("parameter_server(2)", r"options in parentheses.*received 'parameter_server\(2\)'"),
         ("parameter_server(servers=", "received 'parameter_server"),
         ("__import__('os').getpid()", "received"),

@@ -19,6 +19,10 @@ _SUBJECTS = {
     "fit": ("tfdist.bench.fit", "time of a training step, beside the same by hand and beside peers"),
     "allreduce": ("tfdist.bench.allreduce", "bus bandwidth by size, beside TCP and memory copies"),
     "comm": ("tfdist.bench.comm", "bytes and time of an update by strategy, beside the models on paper"),
+    "asynchronous": (
+        "tfdist.bench.asynchronous",
+        "asynchronous servers with a slow worker, beside ring and loop",
+    ),
     "latency": ("tfdist.bench.latency", "time of a tiny all-reduce, eager and inside tf.function"),
     "memory": ("tfdist.bench.memory", "peak memory and step time of recomputation and slices"),
     "start": ("tfdist.bench.start", "what importing tfdist and its launcher add"),
@@ -46,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:<11}{what}" for name, (_, what) in _SUBJECTS.items()]
+    lines = [f"  {name:<14}{what}" for name, (_, what) in _SUBJECTS.items()]
     return "\n".join(
         [
             "usage: tfdist bench SUBJECT [options]",

@@ -97,6 +97,15 @@ class World:
         deadline = time.monotonic() + self._timeout
         return [self._receive(rank, "answer", deadline)["value"] for rank in range(self.size)]
 
+    def turn_of_first(self, request: Mapping[str, Any]) -> Any:
+        """`turn` of rank 0 alone, where the others serve it and answer nothing."""
+        self.resume()
+        try:
+            self._send(0, request)
+            return self._receive(0, "answer", time.monotonic() + self._timeout)["value"]
+        finally:
+            self.pause()
+
     def turn(self, request: Mapping[str, Any]) -> list[Any]:
         """`ask`, between waking the ranks up and stopping them again."""
         self.resume()

@@ -55,6 +55,7 @@ class ControlClient:
         roster: every rank's hello, once started.
         arrived: ranks that have arrived, during the start.
         failure: the first one.
+        lost: what is known of expendable ranks that are gone, by rank.
     """
 
     def __init__(self, line: Line, *, server: str, rank: int, silence: float) -> None:
@@ -62,6 +63,7 @@ class ControlClient:
         self.roster: list[dict[str, Any]] = []
         self.arrived: list[int] = [0]
         self.failure: errors.TfdistError | None = None
+        self.lost: dict[int, str] = {}
         self._line = line
         self._server = server
         self._rank = rank
@@ -156,6 +158,11 @@ class ControlClient:
                 self._thread.join(_GOODBYE_PATIENCE)
         self._line.close()
 
+    def wait_for_end(self) -> None:
+        """Blocks until the conversation is over: the world has failed, or rank 0 has left it."""
+        while not (self.failure or self._server_left) and self._thread.is_alive():
+            self._thread.join(0.1)
+
     # Failure.
 
     def on_failure(self, callback: Callable[[Exception], None]) -> None:
@@ -248,6 +255,8 @@ class ControlClient:
         elif kind == "start":
             self.roster = [decode_payload(part.data) for part in frame.parts]
             self.started.set()
+        elif kind == "lost":
+            self.lost[header["rank"]] = header["message"]
         elif kind == "failure":
             self._fail(revive(header["error"], header["message"]))
         elif kind == "closing":

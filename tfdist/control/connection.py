@@ -35,6 +35,7 @@ class Connection:
         rank: world rank, set by the server after a valid hello.
         instance: identifies the `connect()` call on the other side.
         host, pid: of the other side, from its hello.
+        expendable: whether the world goes on without it, from its hello.
         opened: when it was accepted; strangers get little time.
         heard: when bytes last came from it.
         sections, left: what its heartbeat last told, as (section, when entered) and (section, when left).
@@ -47,6 +48,7 @@ class Connection:
         self.instance = ""
         self.host = ""
         self.pid = 0
+        self.expendable = False
         self.hello: Part | None = None
         self.bootstrap = bootstrap
         self.opened = self.heard = time.monotonic()

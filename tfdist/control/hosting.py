@@ -151,8 +151,8 @@ class Host:
             "process, and that each run has its own rendezvous."
         )
 
-    def close(self) -> None:
-        """Serves on until the others said goodbye, for 3 s at most, then removes the entry."""
-        self._server.stop(_LINGER)
+    def close(self, *, dismiss: bool = False) -> None:
+        """Serves on until the others said goodbye, for 3 s at most, or dismisses them; then removes the entry."""
+        self._server.stop(0.0 if dismiss else _LINGER)
         if self._published and self._file is not None:
             withdraw(self._file, self.address.instance)

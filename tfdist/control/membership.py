@@ -73,6 +73,7 @@ class Membership:
         previous = self.present.get(rank)
         connection.rank, connection.instance, connection.hello = rank, str(header["instance"]), hello
         connection.host, connection.pid = str(header["host"]), int(header["pid"])
+        connection.expendable = bool(header.get("expendable", False))
         self.present[rank] = self._latest[rank] = connection
         connection.send({"type": "welcome", "host": socket.gethostname(), "pid": os.getpid()})
         return previous
@@ -181,17 +182,25 @@ class Membership:
         connection.close_when_sent()
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """A rank is gone without goodbye; it is told, too, in case it still lives."""
+        """A rank is gone without goodbye: the end of the world, unless it is expendable.
+
+        It is told, too, in case it still lives.
+        """
         rank = connection.rank
         assert rank is not None
         status = dataclasses.replace(self.statuses()[rank], alive=False)
         moment = "" if self.started else " at start-up"
         activity = f" Before that, {status.activity}." if self.started else ""
-        self.fail(
-            "PeerLostError",
+        text = (
             f"Rank {rank} (host {status.host}, pid {status.pid}) is gone{moment}: {reason}.{activity} Look "
-            "at that rank's output for its first error.",
+            "at that rank's output for its first error."
         )
+        if self.started and connection.expendable:
+            self.present.pop(rank, None)
+            for other in self.present.values():
+                other.send({"type": "lost", "rank": rank, "message": text})
+            return
+        self.fail("PeerLostError", text)
         self.present.pop(rank, None)
 
     def fail(self, error: str, message: str) -> None:

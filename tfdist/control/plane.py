@@ -75,6 +75,7 @@ class ControlPlane:
         host: str | None = None,
         silence: float | None = None,
         grace: float = 5.0,
+        expendable: bool = False,
     ) -> ControlPlane:
         """Start-up barrier: returns once all `spec.size` ranks are there. Every rank must call it.
 
@@ -96,6 +97,7 @@ class ControlPlane:
                 default `max(15, min(timeout, 60))`, for tracing or user code may hold Python's interpreter
                 lock that long.
             grace: for how many seconds announcements may differ.
+            expendable: whether the others go on, once started, when this rank is lost; see `lost`.
 
         Raises:
             CollectiveTimeoutError: a rank did not come; names the missing ones.
@@ -118,6 +120,7 @@ class ControlPlane:
             "instance": secrets.token_hex(16),
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "expendable": expendable,
         }
         payload = Part.of(encode_payload(hello))
         with contextlib.ExitStack() as undo:
@@ -175,7 +178,7 @@ class ControlPlane:
                 )
         self._client.raise_failure()
 
-    def close(self, *, error: str | None = None, linger: float = 0.0) -> None:
+    def close(self, *, error: str | None = None, linger: float = 0.0, dismiss: bool = False) -> None:
         """Orderly goodbye: peers do not take this rank's end for a failure. Idempotent.
 
         It takes about 5 s at most, beside `linger`. Rank 0 goes on serving until the others said goodbye too,
@@ -185,11 +188,29 @@ class ControlPlane:
             error: why this rank ends early; the other ranks then fail at once with a PeerLostError that says
                 so.
             linger: how many seconds to wait until every rank has said goodbye, or one has failed.
+            dismiss: on rank 0, whether to send the others away at once; it ends their `wait_for_end`.
         """
         self._client.close(error, linger=linger)
         server, self._server = self._server, None
         if server is not None:
-            server.close()
+            server.close(dismiss=dismiss and error is None)
+
+    def wait_for_end(self) -> None:
+        """Blocks a rank that only serves until rank 0 has left the world in order.
+
+        It has no bound: the job may take weeks. Heartbeats go on meanwhile.
+
+        Raises:
+            TfdistError: the world has failed.
+        """
+        self._client.wait_for_end()
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Expendable ranks that are gone, and what is known about each."""
+        return dict(self._client.lost)
 
     # Agreement.
 

@@ -180,6 +180,7 @@ class ControlServer:
                     f"nothing came from it for {silence:.0f} s though its connection is open, so its process "
                     "is stopped, its host vanished, or its interpreter is blocked",
                 )
+                self._agreement.fail_those_waiting_for(connection.rank)
                 connection.close_when_sent()
         arrived = None if self._membership.started else sorted(self._membership.present)
         for connection in self._membership.listening:
@@ -192,6 +193,7 @@ class ControlServer:
             return
         if membership.started:
             membership.lose(connection, reason)
+            self._agreement.fail_those_waiting_for(rank)
         else:  # at start-up a client may try again
             del membership.present[rank]
             self._loop.after(_REJOIN_PATIENCE, lambda: self._require_rejoin(connection, reason))

@@ -79,23 +79,32 @@ def shard_arrays(tensors: Any, plan: RowPlan, *, rank: int, seed: int | None, de
     Returns:
         A `tf.data.Dataset` of `plan.steps` batches.
     """
+    numbers = row_numbers(plan, rank=rank, seed=seed, devices=devices)
+    batches = numbers.map(
+        lambda rows: gather(tensors, rows), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
+    return batches.apply(tf.data.experimental.assert_cardinality(plan.steps)).prefetch(tf.data.AUTOTUNE)
+
+
+def row_numbers(plan: RowPlan, *, rank: int, seed: int | None, devices: int = 1) -> Any:
+    """The numbers of the rows in each batch of `shard_arrays`, as a `tf.data.Dataset`."""
     positions, bounds = plan.joined(rank * devices, devices)
     passes = itertools.count()
 
-    def row_numbers() -> Iterator[npt.NDArray[np.int64]]:
+    def order() -> Iterator[npt.NDArray[np.int64]]:
         yield pass_order(plan.rows, seed=seed, number=next(passes))[positions]
 
     def cut(rows: Any) -> Any:
         return tf.data.Dataset.range(plan.steps).map(lambda step: rows[limits[step] : limits[step + 1]])
 
-    def gather(rows: Any) -> Any:
-        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)
-
     limits = tf.constant(bounds)
     signature = tf.TensorSpec([len(positions)], tf.int64)
-    batches = tf.data.Dataset.from_generator(row_numbers, output_signature=signature).flat_map(cut)
-    batches = batches.map(gather, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return batches.apply(tf.data.experimental.assert_cardinality(plan.steps)).prefetch(tf.data.AUTOTUNE)
+    return tf.data.Dataset.from_generator(order, output_signature=signature).flat_map(cut)
+
+
+def gather(tensors: Any, rows: Any) -> Any:
+    """Rows of all tensors of a structure."""
+    return tf.nest.map_structure(lambda tensor: tf.gather(tensor, rows), tensors)
 
 
 def _convert(member: Any) -> Any:

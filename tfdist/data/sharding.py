@@ -16,6 +16,7 @@ from tfdist.data.datasets import dataset_facts, shard_dataset, shuffle_dataset
 from tfdist.data.marks import Dealt, Mark, deal, mark, mark_like
 from tfdist.data.plan import REMAINDERS, Remainder, RowPlan
 from tfdist.data.py_datasets import py_dataset_facts, shard_py_dataset
+from tfdist.data.row_sources import RowSource, remember
 
 
 def shard(
@@ -46,6 +47,8 @@ def shard(
     Arrays are shuffled anew in each pass, in an order that depends on the seed and the number of the pass
     alone. That number counts the passes of this process, so all ranks must make the same ones: `evaluate`
     on the training shard is for every rank or none.
+
+    Under `async_parameter_server` one process calls it, and deals the batches out to the workers as they get free.
 
     With one process, datasets come back as they are, arrays as batches of all rows in the same order that N
     processes share.
@@ -84,7 +87,10 @@ def shard(
         The rank's block of a common permutation is what torch.utils.data.DistributedSampler does; it pads
         with repeated rows where this drops.
     """
-    rank, ranks = world.replica(), world.replicas() // world.current().devices
+    # Where one process runs the script for all, it deals the batches out itself.
+    rank, ranks = (
+        (0, 1) if world.is_alone() else (world.replica(), world.replicas() // world.current().devices)
+    )
     arguments: Any = {
         "batch_size": batch_size, "shuffle": shuffle, "seed": seed, "remainder": remainder,
     }  # fmt: skip
@@ -115,7 +121,7 @@ def _shard(
             common = agree(arguments, proposal=proposal)
             data = shuffle_dataset(data, shuffle=shuffle, seed=common)
         placed = world.current().is_placed
-        if world.size() == 1:
+        if world.is_alone():
             return deal(data.take(-1), Dealt.TO_DEVICE) if placed else data
         agree(arguments | dataset_facts(data), proposal=proposal)
         dealt = shard_dataset(data, rank=rank, ranks=ranks, remainder=remainder or "drop")
@@ -155,7 +161,9 @@ def _shard(
     batches = shard_arrays(tensors, plan, rank=rank, seed=common if shuffled else None, devices=devices)
     if world.current().is_placed:
         deal(batches, Dealt.TO_PROCESS)
-    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan)) if world.size() > 1 else batches
+    if world.is_alone():
+        return remember(batches, RowSource(tensors, plan, common if shuffled else None))
+    return mark(batches, Mark(ranks, in_order=not shuffled, plan=plan))
 
 
 def _nothing(shard: Any) -> Any:

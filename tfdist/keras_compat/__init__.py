@@ -2,19 +2,20 @@
 
 `install` is called by `tfdist.init()` in a world of several ranks and `uninstall` by `tfdist.shutdown()`. An
 optimizer never sees its model, so what depends on the model is hooked here, once. Each file explains one place:
-`train_function`, `compiled_step`, `loss_computed_by`, `loss_scale`, `partial_optimizer`, `fit_loop`, `saving`.
+`train_function`, `compiled_step`, `loss_computed_by`, `loss_scale`, `partial_optimizer`, `fit_loop`, `saving`, and,
+for models on parameter servers, `placed_models`, `scheduled_steps`, `kept_back`.
 
 tests/test_keras_compat.py fails once Keras mends one of these itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from tfdist.keras_compat import fit_loop, replicas, saving
+from tfdist.keras_compat import fit_loop, placed_models, replicas, saving
 from tfdist.keras_compat.compiled_step import capture_updates, captured, split_train_step
 from tfdist.keras_compat.hook import Hook, ReplicaHook
+from tfdist.keras_compat.kept_back import KeptBack, ReadTwice
 from tfdist.keras_compat.loss_computed_by import loss_computed_by
 from tfdist.keras_compat.loss_scale import (
     load_through_wrapper,
@@ -36,6 +37,11 @@ from tfdist.keras_compat.replica_state import noted_statistics, noting_statistic
 from tfdist.keras_compat.replica_weights import replica_weight, weighing_by
 from tfdist.keras_compat.replicas import is_slot
 from tfdist.keras_compat.saving import atomic_saves, only_take_part
+from tfdist.keras_compat.scheduled_steps import (
+    fit_on_other_data,
+    innermost_scaler,
+    scheduled_make_train_function,
+)
 from tfdist.keras_compat.train_function import (
     forget_train_functions,
     guarded_make_train_function,
@@ -46,6 +52,8 @@ from tfdist.keras_compat.wrapper import wrapper_of
 
 __all__ = [
     "Hook",
+    "KeptBack",
+    "ReadTwice",
     "ReplicaHook",
     "atomic_saves",
     "build_partially",
@@ -56,7 +64,9 @@ __all__ = [
     "has_stock_train_step",
     "idle_step",
     "innermost",
+    "innermost_scaler",
     "install",
+    "install_asynchronous",
     "install_for_replicas",
     "is_slot",
     "kept_here",
@@ -87,12 +97,52 @@ def install(hook: Hook) -> None:
         return
     import keras
 
-    model, loss_scale = keras.Model, keras.optimizers.LossScaleOptimizer
-    callbacks = keras.callbacks.CallbackList
+    model = keras.Model
     _patch(model, "make_train_function", guarded_make_train_function(model.make_train_function, hook))
     _patch(model, "train_step", split_train_step(model.train_step))
     _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
     _patch(model, "evaluate", fit_loop.announced_evaluate(model.evaluate, hook))
+    _patch_rest(hook)
+
+
+def install_asynchronous(hook: Any, distribution: Any) -> None:
+    """Puts in place what models on parameter servers need, in the process that calls `fit`.
+
+    Args:
+        hook: a `tfdist.asynchronous.fit_hook.AsynchronousHook`.
+        distribution: the `ParameterServerStrategy` in whose scope models are made.
+    """
+    if _originals:
+        return
+    import keras
+
+    model = keras.Model
+
+    _patch(
+        model,
+        "make_train_function",
+        scheduled_make_train_function(model.make_train_function, hook.make_train_function),
+    )
+    # Where it is defined: `load_model` does not compile a model whose class seems to have a `compile` of its own.
+    trainer = _owner(model, "compile")
+    _patch(trainer, "compile", placed_models.refuse_outside(trainer.compile, hook.check_scope))
+    _patch(
+        model,
+        "_maybe_symbolic_build",
+        placed_models.build_from_description(model._maybe_symbolic_build, distribution, hook.describe),
+    )
+    inherited = vars(_owner(model, "distribute_strategy"))["distribute_strategy"]
+    _patch(model, "distribute_strategy", placed_models.local_strategy(inherited, distribution))
+    _patch(model, "fit", fit_loop.announced_fit(fit_on_other_data(model.fit, hook.replace_data), hook))
+    _patch_rest(hook)
+
+
+def _patch_rest(hook: Any) -> None:
+    """Callbacks, loss scaling and files, which are the same wherever steps are made."""
+    import keras
+
+    model, loss_scale = keras.Model, keras.optimizers.LossScaleOptimizer
+    callbacks = keras.callbacks.CallbackList
     for name in fit_loop.EVENTS:
         _patch(callbacks, name, fit_loop.announced_event(name, getattr(callbacks, name), hook))
     _patch(loss_scale, "apply", reduce_before_finiteness(loss_scale.apply))
@@ -114,6 +164,11 @@ def install_for_replicas(hook: ReplicaHook) -> None:
         _patch(owner, name, replacement)
 
 
+def _owner(model: type, name: str) -> Any:
+    """The class that defines an attribute of `model`."""
+    return next(cls for cls in model.__mro__ if name in cls.__dict__)
+
+
 def uninstall() -> None:
     """Restores Keras as it was."""
     while _originals:
@@ -125,6 +180,6 @@ def uninstall() -> None:
     forget_train_functions()
 
 
-def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+def _patch(owner: Any, name: str, replacement: Any) -> None:
     _originals.append((owner, name, owner.__dict__.get(name, _INHERITED)))
     setattr(owner, name, replacement)

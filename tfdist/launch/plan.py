@@ -12,7 +12,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tfdist.errors import LauncherError
+from tfdist.errors import LauncherError, TfdistError
+from tfdist.strategies.asynchronous_roles import roles_of
 
 BACKENDS = ("auto", "tf", "horovod")
 
@@ -68,12 +69,14 @@ class LocalPlan:
         ranks: one command per rank.
         dropped: variables of the launcher's environment that no rank may see.
         quiet: whether TensorFlow's start-up messages are to be left out of the output.
+        expendable: ranks without which the world goes on if a signal ends them.
     """
 
     job: str
     ranks: tuple[RankCommand, ...]
     dropped: frozenset[str]
     quiet: bool
+    expendable: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +175,17 @@ def plan_local(
     dropped = frozenset(name for name in environ if _FOREIGN.fullmatch(name))
     # Whoever asked for information messages by TF_CPP_MIN_LOG_LEVEL=0 gets them.
     quiet = not request.verbose and environ.get("TF_CPP_MIN_LOG_LEVEL", "2") != "0"
-    return LocalPlan(job, commands, dropped, quiet)
+    expendable = _expendable(request.strategy or environ.get("TFDIST_STRATEGY", ""), size)
+    return LocalPlan(job, commands, dropped, quiet, expendable)
+
+
+def _expendable(strategy: str, size: int) -> frozenset[int]:
+    """Workers of an asynchronous strategy. If the script chooses it in `init`, the launcher doesn't know of any."""
+    try:
+        roles = roles_of(strategy, size)
+    except TfdistError as error:
+        raise LauncherError(str(error)) from None
+    return frozenset() if roles is None else frozenset(roles.workers)
 
 
 def plan_handover(

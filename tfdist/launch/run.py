@@ -305,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--strategy",
         metavar="NAME",
-        help="ring, parameter_server(servers=k) or auto; default: the script's choice",
+        help="ring, (async_)parameter_server(servers=k) or auto; default: the script's choice",
     )
     add("--timeout", type=_seconds, metavar="S", help="bound of every wait for another rank, in seconds")
     add("--output-dir", metavar="DIR", help="writes DIR/rank-N.log instead of to the screen")

@@ -33,6 +33,7 @@ from tfdist.launch.plan import LocalPlan, RankCommand
 
 # Together below the 5 seconds within which a failed run has to be over.
 _GRACE = 1.0  # seconds for the rank that failed first to end, when one that failed because of it was quicker
+_EXPLANATION = 2.0  # seconds for rank 0 to say what the end of one that served it means
 _TERM = 2.0  # seconds between SIGTERM and SIGKILL
 _LEFTOVERS = 0.5  # seconds between SIGTERM and SIGKILL for what ranks started and left behind
 _DRAIN = 0.5  # seconds for output that is still in the pipes after every process ended
@@ -272,12 +273,14 @@ class _Run:
         self._pump(timeout=max(0.0, deadline - time.monotonic()))
         while self._signals:
             self._take_signal(self._signals.pop(0))
-        failures = [rank for rank in list(self._ends) if self._ends[rank].status != 0]
+        failures = [rank for rank in list(self._ends) if self._has_failed(rank)]
         now = time.monotonic()
         if failures and self._kill_at == _NEVER:
             while self._pump(timeout=0):
                 pass
             grace = _GRACE if self._culprit_may_follow(failures) else 0.0
+            if self._plan.expendable and 0 not in self._ends:
+                grace = _EXPLANATION  # rank 0 knows what the loss of a server means
             self._stopped_at = min(self._stopped_at, now + grace)
         if now >= self._stopped_at and self._kill_at == _NEVER:
             self._signal_ranks(signal.SIGTERM)
@@ -341,6 +344,11 @@ class _Run:
 
     # Judging and ending
 
+    def _has_failed(self, rank: int) -> bool:
+        """Whether a rank has ended as none may: an expendable one may be ended by a signal."""
+        status = self._ends[rank].status
+        return status != 0 and not (status < 0 and rank in self._plan.expendable)
+
     def _failed_at(self, rank: int) -> float:
         end, began = self._ends[rank], self._memories[rank].traceback_at
         return min(end.at, began) if end.status > 0 and began is not None else end.at
@@ -358,7 +366,8 @@ class _Run:
         failures = [
             rank
             for rank, end in self._ends.items()
-            if end.status != 0 and (end.at < self._stopped_at or self._failed_at(rank) < self._stopped_at)
+            if self._has_failed(rank)
+            and (end.at < self._stopped_at or self._failed_at(rank) < self._stopped_at)
         ]
         if self._interrupted and not failures:
             return None

@@ -107,7 +107,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _asks_other_ranks(self) -> bool:
         if (
             not world.is_initialized()
-            or world.size() == 1
+            or world.is_alone()
             or world.current().is_placed
             or joint_step.is_alone()
         ):

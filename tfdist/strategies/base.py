@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tfdist.collectives.base import Group
@@ -40,6 +40,9 @@ class Strategy(abc.ABC):
     def dedicated(cls, **options: Any) -> int:
         """How many ranks, from the first on, compute no gradients."""
         return 0
+
+    def refuse(self, arguments: Mapping[str, Any]) -> None:  # noqa: B027 - most strategies take all
+        """Raises TfdistError for arguments of `DistributedOptimizer` that the strategy can't honour."""
 
     @classmethod
     def places_replicas(cls) -> bool:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 from typing import Any
 
 from tfdist.collectives.base import Group
-from tfdist.errors import TfdistError
 from tfdist.gradients import GradientReducer
+from tfdist.strategies import asynchronous_roles
 from tfdist.strategies.auto import Auto
 from tfdist.strategies.base import Strategy
+from tfdist.strategies.notation import parse
 from tfdist.strategies.ring import Ring
-from tfdist.world import World
+from tfdist.world import World, current
 
 # Name that the user writes -> class in the module of that name.
 STRATEGIES = {
-    "ring": "Ring", "parameter_server": "ParameterServer", "auto": "Auto", "mirrored": "Mirrored",
-    "multi_worker_mirrored": "MultiWorkerMirrored", "central_storage": "CentralStorage",
-}  # fmt: skip
+    "ring": "Ring",
+    "parameter_server": "ParameterServer",
+    "async_parameter_server": "AsyncParameterServer",
+    "mirrored": "Mirrored",
+    "multi_worker_mirrored": "MultiWorkerMirrored",
+    "central_storage": "CentralStorage",
+    "auto": "Auto",
+}
 
 
 def check(text: str, ranks: int) -> str:
@@ -42,6 +47,11 @@ def dedicated(text: str) -> int:
     """How many ranks, from the first on, compute no gradients under this strategy."""
     name, options = _parse(text)
     return _class_of(name).dedicated(**options)
+
+
+def option(text: str, name: str) -> Any:
+    """What the user gave for an option of the strategy; None if nothing."""
+    return _parse(text)[1].get(name)
 
 
 def places_replicas(text: str) -> bool:
@@ -68,6 +78,8 @@ def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
     """
     name, options = _parse(text)
     _class_of(name).check(group.size, **options)
+    if name == asynchronous_roles.NAME and current().spec.size > 1:
+        return _class_of(name)(reducer, group)
     if group.size == 1 and not _class_of(name).places_replicas():
         return Ring(reducer, group)  # one rank has nothing to divide
     if name == Auto.name:
@@ -76,19 +88,7 @@ def make(text: str, reducer: GradientReducer, group: Group) -> Strategy:
 
 
 def _parse(text: str) -> tuple[str, dict[str, Any]]:
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError):
-        call, options = ast.Call(ast.Name(""), [], []), {}
-    name = call.func.id if isinstance(call.func, ast.Name) else ""
-    if name not in STRATEGIES or call.args:
-        raise TfdistError(
-            f"strategy must be one of {', '.join(STRATEGIES)}, with its options in parentheses, as in "
-            f'"parameter_server(servers=2)"; received {text!r}.'
-        )
-    return name, options
+    return parse(text, STRATEGIES)
 
 
 def _class_of(name: str) -> type[Strategy]:

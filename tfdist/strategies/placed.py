@@ -26,6 +26,12 @@ def distribution() -> Any:
     return _made[1]
 
 
+def use(strategy: Any) -> None:
+    """Takes a strategy that `init` had to make, as it connects processes; only `runtime` calls this."""
+    global _made
+    _made = (world.current(), strategy)
+
+
 def forget() -> None:
     """Lets go of the strategy of a world that has ended."""
     global _made

@@ -92,7 +92,7 @@ class RowPlan:
         return bounds
 
     def joined(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """`positions` and `bounds` of one reader, a process, in place of `count` ranks from `first` on."""
+        """`positions` and `bounds` of one reader in place of `count` ranks from `first` on: their process."""
         if count == 1:
             return self.positions(first), self.bounds(first)
         joined = range(first, first + count)

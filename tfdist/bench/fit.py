@@ -33,7 +33,8 @@ class Contender:
         backend: engine, for contenders that use tfdist.
         needs: what must be installed, keys of `_HOW_TO_GET`.
         stoppable: whether it survives being stopped: TensorFlow's strategy counts silent workers as dead.
-        alone: whether it is one process.
+        alone: whether it is one process, with the threads of one rank.
+        devices: whether it is one process, with a logical device and the threads for each rank.
         strategy: tfdist's; `{np}` stands for the number of ranks.
     """
 
@@ -42,6 +43,7 @@ class Contender:
     needs: tuple[str, ...] = ()
     stoppable: bool = True
     alone: bool = False
+    devices: bool = False
     strategy: str = "ring"
 
 
@@ -55,6 +57,9 @@ CONTENDERS = {
     "tfdist-tf": Contender("tfdist on TensorFlow's collectives, fit()", "tf"),
     "mwms-legacy": Contender(
         "MultiWorkerMirroredStrategy, tf_keras fit()", None, ("tf_keras",), stoppable=False
+    ),
+    "multi_worker_mirrored": Contender(
+        "tfdist multi_worker_mirrored, fit()", "tf", strategy="multi_worker_mirrored"
     ),
     "horovod-in-apply": Contender("Horovod ops in an optimizer's apply, fit()", None, ("Horovod",)),
     "callbacks": Contender(
@@ -73,6 +78,13 @@ CONTENDERS = {
         "tfdist on TensorFlow's collectives, every rank a parameter server, fit()", "tf", strategy=_ALL_SERVE
     ),
 }
+
+for _name, _kind in (("mirrored", "MirroredStrategy"), ("central_storage", "CentralStorageStrategy")):
+    CONTENDERS[_name] = Contender(
+        f"tfdist {_name}, fit()", "single", devices=True, strategy=f"{_name}(devices={{np}})"
+    )
+    CONTENDERS[f"{_name}-legacy"] = Contender(f"{_kind}, tf_keras fit()", None, ("tf_keras",), devices=True)
+
 # The others explain the first ratio, and what callbacks and strategies cost.
 _USUAL = ("alone", "by-hand", "tfdist-horovod", "horovod-legacy", "tfdist-tf", "mwms-legacy")
 _CHECKING = ("callbacks", "desync-check")
@@ -85,6 +97,9 @@ _COMPARISONS = (
     ("tfdist-tf", "mwms-legacy", 1.00),
     ("tfdist-horovod", "horovod-in-apply", None),
     ("horovod-in-apply", "by-hand", None),
+    ("multi_worker_mirrored", "mwms-legacy", 1.00),
+    ("mirrored", "mirrored-legacy", 1.00),
+    ("central_storage", "central_storage-legacy", 1.00),
     ("callbacks", "tfdist-horovod", 1.02),
     ("desync-check", "tfdist-horovod", 1.01),
     ("servers-horovod", "tfdist-horovod", 1.15),
@@ -203,12 +218,12 @@ def _start(name: str, options: argparse.Namespace) -> World:
     return World(
         name,
         # The one process alone gets the threads of one rank: what communication costs is the difference.
-        1 if contender.alone else options.np,
+        1 if contender.alone or contender.devices else options.np,
         module="tfdist.bench.fit_ranks",
         options={"contender": name, "backend": contender.backend, **settings},
         variables=(_LEGACY if "tf_keras" in contender.needs else {})
         | {"TFDIST_STRATEGY": contender.strategy.format(np=options.np)}
-        | report.thread_share(options.np),
+        | report.thread_share(1 if contender.devices else options.np),
         backend=contender.backend,
         stoppable=contender.stoppable,
         timeout=options.timeout,

@@ -227,9 +227,51 @@ def _mwms_legacy(channel: Channel, options: dict[str, Any]) -> None:
     with strategy.scope():
         model = _model(tf_keras, options)
         _compile(tf_keras, model, tf_keras.optimizers.SGD(LEARNING_RATE))
-    # Each worker brings its own data: the fastest way, without reading what the other one takes.
-    dataset = strategy.distribute_datasets_from_function(lambda context: _dataset(channel.rank, options))
-    _fit(tf_keras, model, dataset, channel, options)
+    _fit(tf_keras, model, _data_of_replicas(strategy, channel, options), channel, options)
+
+
+# --- strategies of tf.distribute ---
+
+
+def _tfdist_placed(channel: Channel, options: dict[str, Any]) -> None:
+    """What tfdist's users write where replicas are devices, of one process or of each."""
+    import keras
+    import tensorflow as tf
+
+    import tfdist
+
+    tfdist.init()
+    with tfdist.scope():
+        model = _model(keras, options)
+        _compile(keras, model, tfdist.DistributedOptimizer(keras.optimizers.SGD(LEARNING_RATE)))
+        strategy = tf.distribute.get_strategy()
+    _fit(keras, model, _data_of_replicas(strategy, channel, options), channel, options)
+
+
+def _legacy_devices(channel: Channel, options: dict[str, Any]) -> None:
+    """The strategies of one process, on the last Keras for which they were made."""
+    import tensorflow as tf
+    import tf_keras
+
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * options["np"])
+    names = [f"CPU:{number}" for number in range(options["np"])]
+    strategy = (
+        tf.distribute.MirroredStrategy(names)
+        if options["contender"] == "mirrored-legacy"
+        else tf.distribute.experimental.CentralStorageStrategy(names, names[0])
+    )
+    with strategy.scope():
+        model = _model(tf_keras, options)
+        _compile(tf_keras, model, tf_keras.optimizers.SGD(LEARNING_RATE))
+    _fit(tf_keras, model, _data_of_replicas(strategy, channel, options), channel, options)
+
+
+def _data_of_replicas(strategy: Any, channel: Channel, options: dict[str, Any]) -> Any:
+    """Data of its own for each worker, without reading what others take: the fastest way of all."""
+    if strategy.extended._in_multi_worker_mode():
+        return strategy.distribute_datasets_from_function(lambda _: _dataset(channel.rank, options))
+    return _dataset(0, {**options, "batch": options["batch"] * options["np"]})
 
 
 # --- by hand ---
@@ -286,4 +328,9 @@ _CONTENDERS: dict[str, Callable[[Channel, dict[str, Any]], None]] = {
     "mwms-legacy": _mwms_legacy,
     "servers-horovod": _tfdist,
     "servers-tf": _tfdist,
+    "multi_worker_mirrored": _tfdist_placed,
+    "mirrored": _tfdist_placed,
+    "central_storage": _tfdist_placed,
+    "mirrored-legacy": _legacy_devices,
+    "central_storage-legacy": _legacy_devices,
 }

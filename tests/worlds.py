@@ -252,13 +252,14 @@ class World:
         return [outcomes[rank] for rank in range(self.size)]
 
     def _output(self, rank: int | None = None) -> str:
-        """The last lines that ranks printed."""
+        """The first and last lines that ranks printed: a crash tells its cause first."""
         ranks = range(self.size) if rank is None else [rank]
         texts = []
         for number in ranks:
             with contextlib.suppress(OSError):
-                lines = (self._folder / f"output.{number}").read_text(errors="replace").splitlines()[-40:]
-                texts.append("\n".join([f"--- output of rank {number} ---", *lines]))
+                lines = (self._folder / f"output.{number}").read_text(errors="replace").splitlines()
+                shown = lines if len(lines) <= 60 else [*lines[:20], "...", *lines[-40:]]
+                texts.append("\n".join([f"--- output of rank {number} ---", *shown]))
         return "\n".join(texts)
 
 

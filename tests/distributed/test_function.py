@@ -12,8 +12,6 @@ import tfdist
 from tests.conftest import require
 from tests.distributed import models
 
-pytestmark = pytest.mark.alone
-
 BACKENDS = ("tf", "horovod")
 TIMEOUT = 60.0
 

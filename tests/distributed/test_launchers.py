@@ -15,8 +15,6 @@ from tests.conftest import require
 from tests.distributed.jobs import SCRIPTS, Ahead, Ended, records_in, run_ahead, start, tfdist_run
 from tests.source_tree import search_path
 
-pytestmark = pytest.mark.alone
-
 PYTHON = [sys.executable, str(SCRIPTS / "train.py")]
 MPIRUN = ["mpirun", "-np", "2", "--oversubscribe", "--allow-run-as-root"]
 HOROVODRUN = ["horovodrun", "--gloo", "-np", "2"]  # without --gloo it passes options that Open MPI 5 rejects

@@ -15,8 +15,6 @@ from tfdist.doctor import command, trials
 from tfdist.doctor.facts import Facts
 from tfdist.doctor.trials import Trial, read_answers, try_backend
 
-pytestmark = pytest.mark.alone
-
 
 def _examine(
     monkeypatch: pytest.MonkeyPatch, facts: Facts, outcomes: list[Trial], *words: str

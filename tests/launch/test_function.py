@@ -17,8 +17,6 @@ import pytest
 from tfdist.errors import LauncherError, PeerLostError
 from tfdist.launch import function
 
-pytestmark = pytest.mark.alone
-
 STAND_IN = """
 import os
 calls = []

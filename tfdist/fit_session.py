@@ -223,18 +223,25 @@ class FitSession:
             if not self._failure:
                 raise PeerFailedError(_failed(failures, world.rank()))
             return []
-        points = {rank: answer["point"] for rank, answer in self._by_rank(answers)}
-        if len(set(points.values())) > 1:
+        try:
+            require_same_point({rank: answer["point"] for rank, answer in self._by_rank(answers)})
+        except OutOfSyncError:
             self._over = True
-            raise OutOfSyncError(
-                "All ranks must go through the same fit(); received "
-                + ", ".join(f"{point!r} on rank {rank}" for rank, point in points.items())
-                + ". Give all ranks the same epochs, validation data and validation_freq."
-            )
+            raise
         return [answer["value"] for answer in answers]
 
     def _by_rank(self, answers: list[Any]) -> list[tuple[int, Any]]:
         return list(zip(self.ranks, answers, strict=True))
+
+
+def require_same_point(points: dict[int, str]) -> None:
+    """Raises OutOfSyncError if ranks have met at different points; `points` are those by rank."""
+    if len(set(points.values())) > 1:
+        raise OutOfSyncError(
+            "All ranks must go through the same fit(); received "
+            + ", ".join(f"{point!r} on rank {rank}" for rank, point in points.items())
+            + ". Give all ranks the same epochs, validation data and validation_freq."
+        )
 
 
 def _failed(failures: dict[int, str], own: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from tfdist import world
 from tfdist.callback_roles import runs_on_first_rank_only
 from tfdist.errors import CollectiveError, OutOfSyncError, PeerFailedError
+from tfdist.fit_session import require_same_point
 from tfdist.optimizer import broadcast_state
 
 
@@ -73,14 +74,11 @@ class PlacedSession:
         if control is None:
             return [value]
         answers = control.exchange("fit", {"point": point, "value": value}, describe=f"{point} of fit()")
-        points = {rank: answer["point"] for rank, answer in enumerate(answers)}
-        if len(set(points.values())) > 1:
+        try:
+            require_same_point({rank: answer["point"] for rank, answer in enumerate(answers)})
+        except OutOfSyncError:
             self._over = True
-            raise OutOfSyncError(
-                "All ranks must go through the same fit(); received "
-                + ", ".join(f"{point!r} on rank {rank}" for rank, point in points.items())
-                + ". Give all ranks the same epochs, validation data and validation_freq."
-            )
+            raise
         return [answer["value"] for answer in answers]
 
 

@@ -18,19 +18,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.keras_compat.replay_scopes import VariableNeeded
 
-class ReadTwice(BaseException):
-    """A variable is written that was not known to be; trace the step again with it among `changed`.
 
-    No Exception: Keras makes new ones with another text of those.
-
-    Attributes:
-        variable: the `keras.Variable`.
-    """
-
-    def __init__(self, variable: Any) -> None:
-        super().__init__(variable.path)
-        self.variable = variable
+class ReadTwice(VariableNeeded):
+    """A variable is written that was not known to be: it belongs among `changed`."""
 
 
 class KeptBack(keras.StatelessScope):  # type: ignore[misc, unused-ignore]

@@ -28,8 +28,8 @@ _CALL_CONTEXT = "current_call_ctx"
 _AUTOCAST = "autocast_scope"
 
 
-class UnknownVariable(BaseException):
-    """A variable is read that the recording does not know; record again with it.
+class VariableNeeded(BaseException):
+    """What runs in a scope must run again, with a variable that was not prepared for.
 
     No Exception: Keras makes new ones with another text of those.
 
@@ -40,6 +40,10 @@ class UnknownVariable(BaseException):
     def __init__(self, variable: Any) -> None:
         super().__init__(variable.path)
         self.variable = variable
+
+
+class UnknownVariable(VariableNeeded):
+    """A variable is read that the recording does not know."""
 
 
 class RecordingScope(keras.StatelessScope):  # type: ignore[misc, unused-ignore]

@@ -12,7 +12,7 @@ What combines gradients of several ranks, or of several passes, has no meaning h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -22,11 +22,11 @@ from tfdist.errors import TfdistError
 from tfdist.gradients import GradientReducer
 from tfdist.strategies import placed
 from tfdist.strategies.asynchronous_roles import NAME, check_options
-from tfdist.strategies.base import Apply, Gradients, Strategy
+from tfdist.strategies.ring import Ring
 
 
-class AsyncParameterServer(Strategy):
-    """Applies the gradients of one worker's batch to the variables on the servers."""
+class AsyncParameterServer(Ring):
+    """A ring of one: applies the gradients of one worker's batch to the variables on the servers."""
 
     name = NAME
 
@@ -57,18 +57,6 @@ class AsyncParameterServer(Strategy):
     def refuse(self, arguments: Mapping[str, Any]) -> None:
         passes = arguments["backward_passes_per_step"]
         _refuse(passes != 1, f"backward_passes_per_step={passes}")
-
-    def update(
-        self,
-        gradients: Gradients,
-        variables: Sequence[Any],
-        apply: Apply,
-        *,
-        optimizer: Any,
-        weighed_by: Any = None,
-    ) -> Any:
-        # Alone: it only sums the duplicate rows of sparse gradients.
-        return apply(self.reducer.reduce(gradients, variables, weighed_by=weighed_by), variables)
 
 
 def _refuse(given: bool, what: str) -> None:

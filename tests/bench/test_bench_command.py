@@ -65,7 +65,8 @@ def test_what_is_missing_is_named_with_its_command_and_the_rest_is_chosen(
     _hide(monkeypatch, "tf_keras")
     monkeypatch.setattr(fit, "installed_horovod", lambda: None)
     chosen, missing = fit.choose(list(fit.CONTENDERS))
-    assert chosen == ["alone", "tfdist-tf", "servers-tf"]
+    of_tfdist = ["tfdist-tf", "multi_worker_mirrored", "servers-tf", "mirrored", "central_storage"]
+    assert chosen == ["alone", *of_tfdist]
     assert set(missing) == {"Horovod", "tf_keras"}
     assert fit.CONTENDERS["mwms-legacy"].label in missing["tf_keras"]
     assert fit.CONTENDERS["by-hand"].label in missing["Horovod"]

@@ -29,10 +29,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests that leave cores idle share the machine, three at a time; those in worlds of several ranks have it alone.
+# Tests that leave cores idle share the machine, two at a time; those in worlds of several ranks have it alone.
 suite: $(VENV)/.test horovod
 	result=0; \
-	$(BIN)/python -m pytest -m "not alone" --numprocesses 3 --dist loadfile $(PYTEST_OPTIONS) || result=1; \
+	$(BIN)/python -m pytest -m "not alone" --numprocesses 2 --dist loadfile $(PYTEST_OPTIONS) || result=1; \
 	$(BIN)/python -m pytest -m alone $(PYTEST_OPTIONS) || result=1; \
 	exit $$result
 

@@ -12,6 +12,11 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage_of_other_files() -> None:
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:

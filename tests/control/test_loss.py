@@ -23,6 +23,8 @@ from tests.control.worlds import (
 )
 from tfdist.errors import CollectiveTimeoutError, PeerLostError
 
+pytestmark = pytest.mark.alone  # who is late, and who is lost, is a matter of seconds
+
 SLEEP = "time.sleep(60)"
 PAUSE = "time.sleep(1.5)\n"  # until the other side is sure to have returned from connect, too
 WAIT = """

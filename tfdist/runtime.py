@@ -102,16 +102,11 @@ def init(
         engine = select.choose(spec, None, backend=backend, timeout=timeout)
         control, watchdog = None, None
     else:
-        hello = {"host": socket.gethostname(), "pid": os.getpid(), "strategy": strategy}
-        hello |= select.offer(spec, backend=backend, timeout=timeout)
-        hello["process_sets"] = select.DYNAMIC if process_sets == "dynamic" else [each.ranks for each in sets]
-        secret = environ.get("TFDIST_SECRET")
-        control = ControlPlane.connect(
-            spec, hello=hello, timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
-            host=environ.get("TFDIST_HOST"),
-        )  # fmt: skip
-        # Only now, from what the ranks told each other, is it known for sure which share a host.
-        spec = cluster.with_hosts(spec, [str(place["host"]) for place in control.roster])
+        facts = {
+            "strategy": strategy,
+            "process_sets": select.DYNAMIC if process_sets == "dynamic" else [each.ranks for each in sets],
+        }
+        spec, control = _meet(spec, facts, backend=backend, timeout=timeout)
         try:
             engine = select.choose(spec, control, backend=backend, timeout=timeout)
         except BaseException as error:
@@ -119,7 +114,7 @@ def init(
             raise
         control.on_failure(engine.abort)
         watchdog = Watchdog(control, engine.abort, timeout=timeout)
-    count = choice.devices(strategy)
+    count: int | None = choice.option(strategy, "devices")
     _configure_devices(spec, environ, count or 1)
     dedicated = choice.dedicated(strategy) if spec.size > 1 else 0
     world.install(
@@ -144,18 +139,11 @@ def _init_asynchronous(
 ) -> None:
     """Starts the world of a strategy in which one rank runs the script; on the others it does not return."""
     servers.refuse_backend(backend)
-    hello = {"host": socket.gethostname(), "pid": os.getpid(), "strategy": strategy, "backend": backend}
-    hello |= select.offer(spec, backend="tf", timeout=timeout)
-    secret = os.environ.get("TFDIST_SECRET")
-    control = ControlPlane.connect(
-        spec, hello=hello, timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
-        host=os.environ.get("TFDIST_HOST"), expendable=spec.rank in roles.workers,
-    )  # fmt: skip
-    spec = cluster.with_hosts(spec, [str(place["host"]) for place in control.roster])
-    if spec.rank > 0:
-        _configure_devices(spec, os.environ)
-        servers.serve(spec, roles, control)
+    expendable = spec.rank in roles.workers
+    spec, control = _meet(spec, {"strategy": strategy}, backend="tf", timeout=timeout, expendable=expendable)
     _configure_devices(spec, os.environ)
+    if spec.rank > 0:
+        servers.serve(spec, roles, control)
     try:
         distribution = servers.connect(spec, roles, control)
     except BaseException as error:
@@ -175,6 +163,37 @@ def _init_asynchronous(
     _served_by = control
     _announce_crashes()
     atexit.register(shutdown)
+
+
+def _meet(
+    spec: cluster.ClusterSpec,
+    facts: Mapping[str, object],
+    *,
+    backend: str,
+    timeout: float,
+    expendable: bool = False,
+) -> tuple[cluster.ClusterSpec, ControlPlane]:
+    """Meets the other ranks.
+
+    Args:
+        spec: place of this process, as far as the launcher tells.
+        facts: what else this rank tells the others about itself.
+        backend: the engine that is asked for.
+        timeout: bound in seconds.
+        expendable: whether the others go on without this rank.
+
+    Returns:
+        The place of this process, and the channel to the others.
+    """
+    hello = {"host": socket.gethostname(), "pid": os.getpid()}
+    hello |= select.offer(spec, backend=backend, timeout=timeout)
+    secret = os.environ.get("TFDIST_SECRET")
+    control = ControlPlane.connect(
+        spec, hello=hello | dict(facts), timeout=timeout, secret=bytes.fromhex(secret) if secret else None,
+        host=os.environ.get("TFDIST_HOST"), expendable=expendable,
+    )  # fmt: skip
+    # Only now, from what the ranks told each other, is it known for sure which share a host.
+    return cluster.with_hosts(spec, [str(place["host"]) for place in control.roster]), control
 
 
 def shutdown() -> None:

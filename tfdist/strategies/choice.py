@@ -59,12 +59,6 @@ def places_replicas(text: str) -> bool:
     return _class_of(_parse(text)[0]).places_replicas()
 
 
-def devices(text: str) -> int | None:
-    """How many devices of a process the user has asked for."""
-    found: int | None = _parse(text)[1].get("devices")
-    return found
-
-
 def distribution(text: str, here: World) -> Any:
     """A new `tf.distribute.Strategy`, where this strategy places replicas; otherwise None."""
     return _class_of(_parse(text)[0]).distribution(here)

@@ -82,13 +82,62 @@ def merges_logs(model: Any) -> bool:
     return world.current().is_placed or model in _sessions
 
 
-class FitHook:
-    """Implements `keras_compat.Hook`."""
+class StepGuard:
+    """What holds for the steps of every strategy whose ranks all run the script: refused, bounded, proved."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
         # Models whose train function has not been seen to reduce anything yet.
         self._unproven: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def terms(self) -> Any:
+        return self, joint_step.is_alone()
+
+    def check(self, model: Any) -> None:
+        """Refuses a model whose stock train step would update without the other ranks."""
+        if joint_step.is_alone():
+            self._unproven.discard(model)
+            return
+        stock = has_stock_train_step(model)
+        if stock and model.optimizer is not None and not is_distributed(model.optimizer):
+            raise OutOfSyncError(_unwrapped(model))
+        self._unproven.add(model)
+
+    def tell(self, message: str) -> None:
+        if message not in self._told and world.rank() == 0:
+            self._told.add(message)
+            print(f"tfdist: {message}", flush=True)
+
+    def watched(self, what: str, run: Callable[[], Any], ranks: Sequence[int] | None = None) -> Any:
+        """Runs something in which ranks, by default all, meet: bounded, with errors explained."""
+        watchdog = world.current().watchdog
+        if watchdog is None:
+            return run()
+        with watchdog.watch(what, ranks):
+            try:
+                return run()
+            except Exception as error:
+                explained = operations.translate(error, waiting_for=what)
+                if explained is error:
+                    raise
+                raise explained from error
+
+    def proved(self, model: Any, run: Callable[[], Any]) -> Any:
+        """Runs a step; raises unless it, or one before, has reduced gradients."""
+        reductions = GradientReducer.reductions
+        result = run()
+        if model in self._unproven:
+            if GradientReducer.reductions == reductions and not has_reduced(model.optimizer):
+                raise OutOfSyncError(_bypassed(model))
+            self._unproven.discard(model)
+        return result
+
+
+class FitHook(StepGuard):
+    """Implements `keras_compat.Hook`."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Any, JointSteps] = weakref.WeakKeyDictionary()
         self._batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -212,19 +261,6 @@ class FitHook:
 
     # Around a step.
 
-    def terms(self) -> Any:
-        return self, joint_step.is_alone()
-
-    def check(self, model: Any) -> None:
-        """Refuses a model whose stock train step would update without the other ranks."""
-        if joint_step.is_alone():
-            self._unproven.discard(model)
-            return
-        stock = has_stock_train_step(model)
-        if stock and model.optimizer is not None and not is_distributed(model.optimizer):
-            raise OutOfSyncError(unwrapped(model))
-        self._unproven.add(model)
-
     def before_first_step(self, model: Any, spec: Any) -> None:
         if spec is not None:
             self._batches[model] = spec
@@ -262,8 +298,7 @@ class FitHook:
 
     def _guarded(self, model: Any, run: Callable[[], Any]) -> Any:
         """Runs something in which all ranks meet: bounded, with errors explained, and proved to reduce."""
-        here = world.current()
-        if here.watchdog is None:
+        if world.current().watchdog is None:
             return run()
         session = _sessions.get(model)
         if session is None:
@@ -271,26 +306,8 @@ class FitHook:
             ranks = ranks_of(model.optimizer)
         else:
             count, ranks = session.execution + 1, session.ranks
-        reductions = GradientReducer.reductions
         what = f"train step {count} of model {model.name!r}"
-        with here.watchdog.watch(what, ranks):
-            try:
-                result = run()
-            except Exception as error:
-                explained = operations.translate(error, waiting_for=what)
-                if explained is error:
-                    raise
-                raise explained from error
-        if model in self._unproven:
-            if GradientReducer.reductions == reductions and not has_reduced(model.optimizer):
-                raise OutOfSyncError(bypassed(model))
-            self._unproven.discard(model)
-        return result
-
-    def tell(self, message: str) -> None:
-        if message not in self._told and world.rank() == 0:
-            self._told.add(message)
-            print(f"tfdist: {message}", flush=True)
+        return self.proved(model, lambda: self.watched(what, run, ranks))
 
 
 def _leave_to_first_rank(session: FitSession, model: Any, callbacks: Any) -> None:
@@ -339,7 +356,7 @@ def require_equal_start(model: Any) -> None:
         )
 
 
-def unwrapped(model: Any) -> str:
+def _unwrapped(model: Any) -> str:
     """Says why a model with a plain optimizer is refused."""
     kind = type(model.optimizer).__name__
     return (
@@ -350,7 +367,7 @@ def unwrapped(model: Any) -> str:
     )
 
 
-def bypassed(model: Any) -> str:
+def _bypassed(model: Any) -> str:
     """Says why a step without a reduction is refused."""
     return (
         f"The train_step of {type(model).__name__} made a step without combining gradients over the "

@@ -16,20 +16,16 @@ import tensorflow as tf
 
 from tfdist import fit_hook, joint_step, keras_compat, operations, world
 from tfdist.data.marks import Dealt, batch_size_of, dealt
-from tfdist.errors import OutOfSyncError, TfdistError
-from tfdist.gradients import GradientReducer
-from tfdist.keras_compat import has_stock_train_step
-from tfdist.optimizer import has_reduced, is_distributed
+from tfdist.errors import TfdistError
 from tfdist.placed_session import PlacedSession
 from tfdist.strategies import placed
 
 
-class PlacedHook:
+class PlacedHook(fit_hook.StepGuard):
     """Implements `keras_compat.ReplicaHook`."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
-        self._unproven: weakref.WeakSet[Any] = weakref.WeakSet()
+        super().__init__()
         self._sessions: weakref.WeakKeyDictionary[Any, PlacedSession] = weakref.WeakKeyDictionary()
 
     # Around fit().
@@ -62,28 +58,18 @@ class PlacedHook:
 
     # Around a step.
 
-    def terms(self) -> Any:
-        return self, joint_step.is_alone()
-
     def check(self, model: Any) -> None:
         """Refuses a model that would train wrong, or without the other replicas."""
-        if joint_step.is_alone():
-            self._unproven.discard(model)
-            return
-        placed.require_scope(model._distribute_strategy, f"model {model.name!r}")
-        if (
-            has_stock_train_step(model)
-            and model.optimizer is not None
-            and not is_distributed(model.optimizer)
-        ):
-            raise OutOfSyncError(fit_hook.unwrapped(model))
-        if model.jit_compile and not model.run_eagerly:
+        alone = joint_step.is_alone()
+        if not alone:
+            placed.require_scope(model._distribute_strategy, f"model {model.name!r}")
+        super().check(model)
+        if not alone and model.jit_compile and not model.run_eagerly:
             raise TfdistError(
                 f"Strategy {world.current().strategy} can't compile the train step with XLA, in which replicas "
                 f"communicate; model {model.name!r} was compiled with jit_compile=True. Leave it out, or use "
                 'strategy="ring", which compiles all but the update.'
             )
-        self._unproven.add(model)
 
     def before_first_step(self, model: Any, spec: Any) -> None:
         fit_hook.act_on_built(model)
@@ -121,32 +107,11 @@ class PlacedHook:
         return strategy.distribute_datasets_from_function(lambda _: dataset), elements
 
     def step(self, model: Any, run: Callable[[], Any]) -> Any:
-        reductions = GradientReducer.reductions
-        result = self._watched(f"a train step of model {model.name!r}", run)
-        if model in self._unproven:
-            if GradientReducer.reductions == reductions and not has_reduced(model.optimizer):
-                raise OutOfSyncError(fit_hook.bypassed(model))
-            self._unproven.discard(model)
-        return result
-
-    def tell(self, message: str) -> None:
-        if message not in self._told and world.rank() == 0:
-            self._told.add(message)
-            print(f"tfdist: {message}", flush=True)
+        what = f"a train step of model {model.name!r}"
+        return self.proved(model, lambda: self._watched(what, run))
 
     def _watched(self, what: str, run: Callable[[], Any]) -> Any:
-        """Runs something in which all ranks meet: bounded, with errors explained."""
-        watchdog = world.current().watchdog
-        if watchdog is None or joint_step.is_alone():
-            return run()
-        with watchdog.watch(what):
-            try:
-                return run()
-            except Exception as error:
-                explained = operations.translate(error, waiting_for=what)
-                if explained is error:
-                    raise
-                raise explained from error
+        return run() if joint_step.is_alone() else self.watched(what, run)
 
 
 def _divided(dataset: Any, devices: int) -> Any:

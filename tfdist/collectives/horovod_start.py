@@ -12,13 +12,13 @@ import atexit
 import contextlib
 import os
 import socket
-import stat
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdist.cluster import ClusterSpec
 from tfdist.collectives.horovod_rendezvous import Rendezvous
+from tfdist.collectives.own_sockets import own_sockets
 from tfdist.collectives.tf_server import own_address
 from tfdist.errors import BackendUnavailableError
 
@@ -204,15 +204,10 @@ def choose_controller(spec: ClusterSpec, *, gloo: bool, mpi: bool) -> str:
 def _connections() -> set[tuple[int, int]]:
     """Open TCP connections of this process: file descriptor and inode, which tells whether it is still the same."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for number, inode, connection in own_sockets():
         with contextlib.suppress(OSError):
-            number = int(name)
-            status = os.fstat(number)
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        connection.getpeername()  # a socket that listens has no peer
-                        found.add((number, status.st_ino))
+            connection.getpeername()  # a socket that listens has no peer
+            found.add((number, inode))
     return found
 
 

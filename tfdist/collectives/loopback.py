@@ -10,10 +10,9 @@ the milliseconds between the start of the server and this call the port is open.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-from collections.abc import Iterator
+
+from tfdist.collectives.own_sockets import own_sockets
 
 
 def keep_to_loopback(port: int) -> bool:
@@ -26,26 +25,20 @@ def keep_to_loopback(port: int) -> bool:
         Whether the kernel agreed; False on other systems, and in older kernels without privileges.
     """
     bound = []
-    for listener in _listeners(port):
+    for _, _, candidate in own_sockets():
+        if not _listens(candidate, port):
+            continue
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
             bound.append(True)
         except (OSError, AttributeError):
             bound.append(False)
     return bool(bound) and all(bound)
 
 
-def _listeners(port: int) -> Iterator[socket.socket]:
-    """This process's listening TCP sockets on a port."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError, ValueError):
-                candidate = socket.socket(fileno=os.dup(int(name)))
-                with candidate:
-                    if (
-                        candidate.family in (socket.AF_INET, socket.AF_INET6)
-                        and candidate.type == socket.SOCK_STREAM
-                        and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                        and candidate.getsockname()[1] == port
-                    ):
-                        yield candidate
+def _listens(candidate: socket.socket, port: int) -> bool:
+    try:
+        listens = candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(listens and candidate.getsockname()[1] == port)
+    except OSError:
+        return False

@@ -15,9 +15,8 @@ import tensorflow as tf
 from tfdist.data.arrays import gather
 from tfdist.data.row_sources import RowSource
 
-LARGEST = (
-    1 << 30
-)  # bytes that are sent in one message; larger arrays stay with the chief, which sends the rows
+LARGEST = 1 << 30
+"""Bytes that are sent in one message; larger arrays stay with the chief, which sends the rows."""
 
 
 class HeldArrays:

@@ -80,7 +80,7 @@ class ServerUpdate:
     def _rescaled(self, gradients: Sequence[Any], result: StepResult) -> list[Any]:
         if result.scale is None:
             return list(gradients)
-        present = keras_compat.innermost_scaler(self._model.optimizer).dynamic_scale
+        present = keras_compat.loss_scaler(self._model.optimizer).dynamic_scale
         factor = tf.convert_to_tensor(present) / result.scale
         return [
             None if gradient is None else scale(gradient, tf.cast(factor, gradient.dtype))

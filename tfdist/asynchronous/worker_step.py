@@ -76,7 +76,7 @@ class WorkerStep:
             spec: describes its tensors.
         """
         changed = [each for each in self._model.non_trainable_variables if len(each.shape) <= 1]
-        scaler = keras_compat.innermost_scaler(getattr(self._model, "optimizer", None))
+        scaler = keras_compat.loss_scaler(getattr(self._model, "optimizer", None))
         changed += [scaler.dynamic_scale] if scaler is not None else []
         while True:
             try:
@@ -117,7 +117,8 @@ class WorkerStep:
                 )
         metrics = set(model.get_metrics_result())
         scale = None if scaler is None or not updates else scope.value_read(scaler.dynamic_scale)
-        own = {name: value for name, value in logs.items() if name not in metrics} if _is_dict(logs) else {}
+        reported = logs if isinstance(logs, Mapping) else {}
+        own = {name: value for name, value in reported.items() if name not in metrics}
         return StepResult(list(updates), scope.changes, scale, own)
 
     def _leave_on_servers(self, result: StepResult) -> list[Any]:
@@ -189,7 +190,3 @@ class WorkerStep:
             None if scale is None else take(scale),
             {name: take(where) for name, where in logs.items()},
         )
-
-
-def _is_dict(logs: Any) -> bool:
-    return isinstance(logs, Mapping)

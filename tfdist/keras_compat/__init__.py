@@ -28,7 +28,7 @@ from tfdist.keras_compat.partial_optimizer import (
     clipping_by,
     innermost,
     kept_here,
-    scales_loss,
+    loss_scaler,
     slots_per_weight,
     stand_in,
     unbuild,
@@ -39,7 +39,6 @@ from tfdist.keras_compat.replicas import is_slot
 from tfdist.keras_compat.saving import atomic_saves, only_take_part
 from tfdist.keras_compat.scheduled_steps import (
     fit_on_other_data,
-    innermost_scaler,
     scheduled_make_train_function,
 )
 from tfdist.keras_compat.train_function import (
@@ -64,20 +63,19 @@ __all__ = [
     "has_stock_train_step",
     "idle_step",
     "innermost",
-    "innermost_scaler",
     "install",
     "install_asynchronous",
     "install_for_replicas",
     "is_slot",
     "kept_here",
     "loss_computed_by",
+    "loss_scaler",
     "noted_statistics",
     "noting_statistics",
     "on_one_device",
     "only_take_part",
     "plain_variables",
     "replica_weight",
-    "scales_loss",
     "slots_per_weight",
     "stand_in",
     "unbuild",

@@ -109,14 +109,13 @@ def innermost(optimizer: Any, *, until: type | tuple[type, ...] = ()) -> list[An
     return [optimizer] if inner is None else innermost(inner, until=until)
 
 
-def scales_loss(optimizer: Any) -> bool:
-    """Whether a LossScaleOptimizer skips steps whose gradients are not finite."""
+def loss_scaler(optimizer: Any) -> Any:
+    """What skips steps whose gradients are not finite: the LossScaleOptimizer that this is or contains, or None."""
     import keras
 
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return True
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return inner is not None and scales_loss(inner)
+    while optimizer is not None and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return optimizer
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist.errors import TfdistError
+from tfdist.keras_compat.train_function import is_built
 
 _Original = Callable[..., Any]
 
@@ -77,14 +78,6 @@ def refuse_outside(original: _Original, check: Callable[[Any], None]) -> _Origin
         return original(self, *args, **options)
 
     return compile
-
-
-def is_built(model: Any) -> bool:
-    """Whether layers, losses and metrics of `model` have their variables."""
-    parts = (model._compile_loss, model._compile_metrics)
-    return all(layer.built for layer in model._flatten_layers()) and all(
-        part is None or part.built for part in parts
-    )
 
 
 def _without_options(spec: Any) -> Any:

@@ -1,7 +1,7 @@
 """State that layers change in the forward pass, such as moving statistics, under a strategy (Keras >= 3.3).
 
 Problem: Keras gives such variables no aggregation. Under MirroredStrategy and MultiWorkerMirroredStrategy every
-replica then follows its own data, workers drift apart (by 0.1 in FACTS' small model), and what is saved is the
+replica then follows its own data, workers drift apart (by 0.1 in a small model), and what is saved is the
 first replica's; under CentralStorageStrategy the assignment raises. Random states are equal on all replicas, which
 therefore draw equal dropout masks.
 

@@ -39,14 +39,3 @@ def fit_on_other_data(original: Callable[..., Any], replace: Callable[[Any, Any]
         return original(self, x if weighted else replace(self, x), *args, **options)
 
     return fit
-
-
-def innermost_scaler(optimizer: Any) -> Any:
-    """The LossScaleOptimizer that scales the loss of `optimizer`, which it is or contains; None without one."""
-    import keras
-
-    while optimizer is not None:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            return optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return None

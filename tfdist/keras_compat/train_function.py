@@ -102,7 +102,7 @@ def _build(model: Any, iterator: Any) -> Any:
         What to use in place of `iterator`.
     """
     optimizer = model.optimizer
-    if not all(layer.built for layer in model._flatten_layers()) or _is_measured_by_unbuilt(model):
+    if not is_built(model):
         spec = getattr(iterator, "element_spec", None)
         if spec is None:
             # `train_on_batch` hands over a generator with one batch: look at it and put it back.
@@ -121,10 +121,12 @@ def _build(model: Any, iterator: Any) -> Any:
     return iterator
 
 
-def _is_measured_by_unbuilt(model: Any) -> bool:
-    """Whether a loss or metric of `compile` still has to see its first batch."""
+def is_built(model: Any) -> bool:
+    """Whether layers, and the losses and metrics of `compile`, have their variables."""
     parts = (model._compile_loss, model._compile_metrics)
-    return any(part is not None and not part.built for part in parts)
+    return all(layer.built for layer in model._flatten_layers()) and all(
+        part is None or part.built for part in parts
+    )
 
 
 def _batch_spec(batch: Any) -> Any:

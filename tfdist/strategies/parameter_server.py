@@ -129,7 +129,7 @@ class ParameterServer(Strategy):
         updated += self._placeholders(gradients, variables, optimizer, needed=not updated)
         mine, of = [gradient for gradient, _ in updated], [variable for _, variable in updated]
         name = self.reducer.name_of(gradients, variables)
-        if keras_compat.scales_loss(optimizer):
+        if keras_compat.loss_scaler(optimizer) is not None:
             mine = self._spoil_unless_finite(mine, f"{name}/finite")
 
         def clip(gradients: Sequence[Any], limit: float) -> list[Any]:

@@ -104,10 +104,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
 
     def _set_rate(self, new: float) -> None:
+        # In every step of a warm-up: no more reads than are needed, and no round through Keras's layers.
+        variable = _innermost(self.model.optimizer)._learning_rate.value
         velocities = _velocities(self.model.optimizer) if self.momentum_correction else []
-        old = self._rate() if velocities else 0.0  # in every step of a warm-up: read no more than is needed
-        self.model.optimizer.learning_rate = new
-        if velocities and old not in (0.0, self._rate()):
+        old = float(variable.numpy()) if velocities else 0.0
+        variable.assign(new, read_value=False)
+        if velocities and old not in (0.0, float(variable.numpy())):
             _rescale(velocities, new / old)
 
 

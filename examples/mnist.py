@@ -58,7 +58,7 @@ def main() -> int:
     with tfdist.scope():  # where variables are placed by the strategy; most have no need of it
         model = network()
         model.compile(
-            tfdist.DistributedOptimizer(keras.optimizers.Adam(1e-3 * tfdist.replicas())),
+            tfdist.DistributedOptimizer(keras.optimizers.Adam(1e-3)),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )

@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"optimizer", "tape"},
     {"fit_session", "inference", "asynchronous"},
     {"fit_hook"},
-    {"placed_session"},
+    {"placed_session", "last_windows"},
     {"placed_hook"},
     {"runtime", "callbacks", "pipeline"},
     {"launch"},

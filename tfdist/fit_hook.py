@@ -152,7 +152,9 @@ class FitHook(StepGuard):
         if joint_step.is_alone() or model in _sessions:
             return run()
         steps = self._steps_of(model)
-        session = _sessions[model] = FitSession(model, steps, self._idle_step(model))
+        session = _sessions[model] = FitSession(
+            model, steps, self._idle_step(model), functools.partial(self._guarded, model)
+        )
         try:
             return run()
         except Exception as error:
@@ -260,6 +262,10 @@ class FitHook(StepGuard):
         return run
 
     # Around a step.
+
+    def check(self, model: Any) -> None:
+        super().check(model)
+        self._steps_of(model).windows.clear()
 
     def before_first_step(self, model: Any, spec: Any) -> None:
         if spec is not None:

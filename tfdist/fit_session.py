@@ -40,17 +40,25 @@ class FitSession:
         model: the model.
         steps: its joint steps.
         idle_step: takes part in one step without data.
+        guard: runs something in which ranks meet.
 
     Attributes:
         callbacks: the list of callbacks that this `fit()` calls.
         ranks: ascending world ranks that train this model.
     """
 
-    def __init__(self, model: Any, steps: JointSteps, idle_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        steps: JointSteps,
+        idle_step: Callable[[], None],
+        guard: Callable[[Callable[[], None]], Any],
+    ) -> None:
         self.callbacks: Any = None
         self._model = model
         self._steps = steps
         self._idle_step = idle_step
+        self._guard = guard
         self.ranks = ranks_of(model.optimizer)
         self._stepping = False
         self._over = False
@@ -117,8 +125,24 @@ class FitSession:
             self._finish_steps()
             if self._steps.outcome.failed:
                 self._meet("failed", None)
+            self._close_windows()
             if self._steps.outcome.stop:
                 self._model.stop_training = True
+
+    def _close_windows(self) -> None:
+        """Ends the last window of accumulated passes; steps in which somebody stopped update nothing."""
+        windows = list(self._steps.windows)
+        if not windows:
+            return
+        answers = self._meet("last window", [each.passes_held for each in windows])
+        self._steps.say(stop=False, failed=False)  # of a stop after the last step all ranks learn later
+
+        def close() -> None:
+            for each, held in zip(windows, zip(*answers, strict=True), strict=True):
+                with self._steps.step(None, closes=True):
+                    each.close_window(max(held))
+
+        self._guard(close)
 
     def measured(self, part: str, logs: dict[str, Any], mine: Measured) -> list[str]:
         """Makes `logs` those of all ranks' data.

@@ -8,10 +8,12 @@ that count for nothing. So it applies what the others apply, and ends with the w
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,9 +26,17 @@ Update = Callable[[list[Any]], Any]
 
 
 class LoopSteps:
-    """The updates through one optimizer outside `fit()`."""
+    """The updates through one optimizer outside `fit()`.
 
-    def __init__(self) -> None:
+    Args:
+        close: ends a window of accumulated passes; called by all ranks when none has data.
+    """
+
+    _made = itertools.count()
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+        self.number = next(self._made)
         self._steps: JointSteps | None = None
         self._kinds: list[Any] = []
         self._eager = False
@@ -48,6 +58,19 @@ class LoopSteps:
         self._remember(gradients, update)
         with steps.step(FULL_SHARE):
             return update(list(gradients))
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there was an update."""
+        return self._steps is not None
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Inside, a window of accumulated passes is closed."""
+        assert self._steps is not None
+        self._steps.begin_epoch()
+        with self._steps.step(None, closes=True):
+            yield
 
     def join(self) -> int:
         """Takes part in the updates of the other ranks until none has data.
@@ -145,6 +168,8 @@ def join(device: int = -1) -> int:
             raise
         raise explained from error
     answers = current.control.exchange("join", max(counts))
+    for loop in sorted(loops, key=lambda loop: loop.number):
+        loop.close()
     return max(range(len(answers)), key=lambda rank: (-answers[rank], rank))
 
 

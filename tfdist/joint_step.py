@@ -9,6 +9,9 @@ Solution: a few numbers ride in the same all-reduce as the gradients:
     sent by a rank     share of the step, 1 if it has data, 1 if it wants to stop, 1 if it has failed
     mean over ranks    divisor of the average, part of the ranks with data, stop?, failed?
 
+Where passes are accumulated (see `accumulation`) the share is that of a window, sent with its last pass, and the
+second number tells whether the rank had data in that last pass.
+
 A step in which somebody stops or fails, or in which nobody has data, updates nothing, on any rank: every rank
 sees the same means, and takes the same branch. So all ranks end with the weights of the last step before.
 
@@ -60,6 +63,9 @@ class JointSteps:
     """The steps of one model: what this rank says in each, and what came of the last.
 
     Its variables live on the CPU, and functions that were traced with it go on reading them.
+
+    Attributes:
+        windows: optimizers that accumulate passes in these steps, in the order in which they were traced.
     """
 
     def __init__(self) -> None:
@@ -72,6 +78,7 @@ class JointSteps:
             # Negative until the first step has measured one.
             self._unit = tf.Variable(-FULL_SHARE, trainable=False, name="joint_step_unit")
         self._ranks = 1.0
+        self.windows: list[Any] = []
 
     def begin_epoch(self) -> None:
         """Forgets what the steps of the last epoch came to."""
@@ -97,13 +104,14 @@ class JointSteps:
         return bool(self._entered[_COUNT] == self._heard[_COUNT])
 
     @contextlib.contextmanager
-    def step(self, samples: Any) -> Iterator[None]:
+    def step(self, samples: Any, *, closes: bool = False) -> Iterator[None]:
         """Inside, while traced or run eagerly, reductions of gradients belong to one step of this model.
 
         Args:
             samples: rows of this rank's batch, a scalar; None to take part without data.
+            closes: whether what is reduced is of passes before, which no other will follow.
         """
-        outer, _current.step = _current.step, _Step(self, samples)
+        outer, _current.step = _current.step, _Step(self, samples, closes=closes)
         try:
             yield
             with tf.device(_CPU):
@@ -120,11 +128,16 @@ class _Current(threading.local):
 class _Step:
     """One step while it is traced or run."""
 
-    def __init__(self, steps: JointSteps, samples: Any) -> None:
+    is_counted = False
+
+    def __init__(self, steps: JointSteps, samples: Any, *, closes: bool = False) -> None:
         self._steps = steps
         self.idle = samples is None
+        self.windows = steps.windows
         self._samples = samples
+        self._closes = closes
         self._proceeds: Any = None
+        self.stays_open: Any = False
 
     def share(self) -> Any:
         """This rank's part in the average, a float32 scalar."""
@@ -153,7 +166,8 @@ class _Step:
     def message(self, share: Any) -> Any:
         """What rides with the gradients: float32, shape [5]."""
         with tf.device(_CPU):
-            return tf.concat([tf.stack([share, tf.sign(share)]), self._steps._says.read_value()], 0)
+            active = tf.sign(share if self._closes else self.share())
+            return tf.concat([tf.stack([share, active]), self._steps._says.read_value()], 0)
 
     def hear(self, mean: Any, size: float) -> Any:
         """Takes the mean of all ranks' messages.
@@ -171,6 +185,8 @@ class _Step:
             heard = tf.maximum(mean, steps._heard * _KEPT)
             steps._heard.assign(heard)
             self._proceeds = proceeds(heard)
+            # Nobody had data in the last pass of a window: it holds fewer, and waits to be closed.
+            self.stays_open = tf.reduce_sum(heard * [0.0, 1.0, 1.0, 1.0, 0.0]) <= 0.0
             share = mean[_SHARE]
             unit = steps._unit.read_value()
             steps._unit.assign(tf.maximum(unit, tf.math.divide_no_nan(share, mean[_ACTIVE]) * tf.abs(unit)))
@@ -207,21 +223,32 @@ def current() -> Any:
 
 
 class _Counted:
-    """A step of replicas, which `tf.distribute` keeps together: only the rows of all of them are told."""
+    """A step that nobody else must be told of, of one rank or of replicas that `tf.distribute` keeps together."""
 
     idle = False
+    is_counted = True
+    stays_open = False
 
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, rows: Callable[[], Any], windows: list[Any]) -> None:
         self._rows = rows
+        self.windows = windows
 
     def share(self) -> Any:
-        return self._rows / FULL_SHARE
+        return tf.cast(self._rows(), tf.float32) / FULL_SHARE
+
+    def update(self, apply: Callable[[], Any]) -> None:
+        apply()
 
 
 @contextlib.contextmanager
-def counting(rows: Any) -> Iterator[None]:
-    """Inside, a pass counts by `rows`, those of all replicas, a float32 scalar."""
-    outer, _current.step = _current.step, _Counted(rows)
+def counting(rows: Callable[[], Any], windows: list[Any]) -> Iterator[None]:
+    """Inside, a pass counts by its rows.
+
+    Args:
+        rows: returns the number of those of all replicas, a scalar.
+        windows: gets the optimizers that accumulate passes inside, as `JointSteps.windows`.
+    """
+    outer, _current.step = _current.step, _Counted(rows, windows)
     try:
         yield
     finally:

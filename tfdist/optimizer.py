@@ -50,7 +50,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             factor/size after the sum, against overflow of small floats.
         op: `tfdist.Average` (equal to one process whose loss is a mean over the global batch), `tfdist.Sum`,
             or `tfdist.Adasum` (Horovod engine only).
-        backward_passes_per_step: passes to accumulate on the rank before one reduction and one update.
+        backward_passes_per_step: passes to accumulate on the rank before one reduction and one update; in
+            `fit()` each counts by its samples. Schedules, moving averages and `iterations` advance per update.
         average_aggregated_gradients: whether accumulated passes are averaged. Default True, so that k passes
             equal one k-times batch; Horovod's default is False.
         num_groups: older name of an integer `groups`.
@@ -59,6 +60,11 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         scale_local_gradients: whether gradients of variables registered with `register_local_var` are divided
             by the number of ranks.
         bucket_bytes: bytes per collective when `groups` is None.
+        last_window: what becomes of passes at the end of an epoch that are fewer than `backward_passes_per_step`.
+            "apply": `fit()` makes an update of them, before validation, weighed by what they hold. "carry": the
+            next epoch, or the next `fit()`, goes on with them. A loop of your own calls `apply_last_window`, or
+            `tfdist.join`, which applies unless they are carried. When a rank stops training, or fails, before the
+            end of an epoch, the passes since the last update are dropped on all ranks.
 
     Raises:
         NotInitializedError: `tfdist.init()` was not called.
@@ -93,6 +99,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         scale_local_gradients: bool = True,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        last_window: str = "apply",
     ) -> None:
         here = world.current()
         inner = _keras_optimizer(optimizer)
@@ -100,6 +107,8 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             raise ValueError(
                 f"backward_passes_per_step must be an integer >= 1; received {backward_passes_per_step!r}."
             )
+        if last_window not in ("apply", "carry"):
+            raise ValueError(f'last_window must be "apply" or "carry"; received {last_window!r}.')
         _refuse_double_accumulation(inner, backward_passes_per_step)
         super().__init__(inner)
         reducer = make_reducer(
@@ -123,7 +132,9 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
             backward_passes_per_step, average=average_aggregated_gradients
         )
         self._self_accumulators: dict[int, PassAccumulator] = {}  # of each device
-        self._self_loop = joining.LoopSteps()
+        self._self_carries = last_window == "carry"
+        self._self_last_update: Any = None
+        self._self_loop = joining.LoopSteps(self._close_in_loop)
         self._self_reduced = False
         self._self_variables: list[Any] = []
         self._self_gathered: dict[int, Any] = {}
@@ -271,19 +282,96 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         if not outer.built:
             (self if outer is self.__wrapped__ else outer).build(variables)
 
+        self._note_window(outer, variables, apply)
+        return self._self_accumulator.add(gradients, variables, self._flush(outer, variables, apply))
+
+    def _note_window(self, outer: Any, variables: Sequence[Any], apply: Any) -> None:
+        """Lets the end of an epoch find what is accumulated."""
+        if self._self_accumulator.passes == 1:
+            return
+        self._self_last_update = outer, variables, apply
+        step = joint_step.current()
+        if step is not None and all(each is not self for each in step.windows):
+            step.windows.append(self)
+
+    def _flush(self, outer: Any, variables: Sequence[Any], apply: Any) -> Callable[[list[Any], Any], Any]:
+        """What reduces and applies a window in the current step."""
+        step = joint_step.current()
+
         def apply_reduced(reduced: Sequence[Any], chosen: Sequence[Any]) -> Any:
             with self._already_reduced():
                 if step is not None:
                     return step.update(lambda: apply(reduced, chosen))
                 return apply(reduced, chosen)
 
-        return self._self_accumulator.add(
-            gradients,
-            variables,
-            lambda window, share: self._self_strategy.update(
-                window, variables, apply_reduced, optimizer=outer, weighed_by=share
-            ),
+        return lambda window, share: self._self_strategy.update(
+            window, variables, apply_reduced, optimizer=outer, weighed_by=share
         )
+
+    @property
+    def passes_held(self) -> int:
+        """Passes of this rank that wait for an update; 0 outside a window."""
+        accumulators = [self._self_accumulator, *self._self_accumulators.values()]
+        return max(each.passes_held for each in accumulators)
+
+    def close_window(self, passes: int, *, carries: bool | None = None) -> None:
+        """Ends an epoch, eagerly, as `last_window` says; every rank calls it in the same step.
+
+        Args:
+            passes: the largest of all ranks' `passes_held`.
+            carries: in place of `last_window`.
+        """
+        if self._self_last_update is None:
+            return
+        outer, variables, apply = self._self_last_update
+        if self._self_carries if carries is None else carries:
+            for each in [self._self_accumulator, *self._self_accumulators.values()]:
+                each.carry(passes)
+        elif self._self_strategy.places_replicas():
+            self._self_strategy.on_each_device(
+                outer,
+                variables,
+                lambda chosen, number: self._self_accumulators[number].close(
+                    passes, self._flush(outer, chosen, apply)
+                ),
+            )
+        else:
+            self._self_accumulator.close(passes, self._flush(outer, variables, apply))
+
+    def apply_last_window(self) -> None:
+        """Makes an update of accumulated passes that are fewer than `backward_passes_per_step`, if there are any.
+
+        For the end of an epoch in a loop of your own, outside any tf.function; `fit()` needs none of it. Every
+        rank calls it.
+
+        Example:
+            >>> import keras, tensorflow as tf, tfdist
+            >>> tfdist.init()
+            >>> weight = keras.Variable(1.0)
+            >>> optimizer = tfdist.DistributedOptimizer(keras.optimizers.SGD(0.5), backward_passes_per_step=4)
+            >>> optimizer.apply([tf.constant(1.0)], [weight])
+            >>> optimizer.apply_last_window()
+            >>> float(weight)
+            0.5
+        """
+        if not self._self_loop.is_used:
+            self.close_window(self.passes_held, carries=False)
+            return
+        self._close_in_loop(carries=False)
+
+    def _close_in_loop(self, *, carries: bool | None = None) -> None:
+        """`close_window` outside `fit()`, in a world of several ranks."""
+        if self._self_accumulator.passes == 1:
+            return
+        control = world.current().control
+        assert control is not None
+        group = self._self_reducer.group or world.current().everyone
+        held = control.exchange(
+            f"last window of {self._self_reducer.name} on ranks {list(group.ranks)}", self.passes_held,
+            ranks=group.ranks, describe="the last window of accumulated passes",
+        )  # fmt: skip
+        with self._self_loop.closing():
+            self.close_window(max(held), carries=carries)
 
     def _update_replica(
         self,
@@ -296,16 +384,12 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         if not outer.built:
             (self if outer is self.__wrapped__ else outer).build(variables)
 
-        def apply_window(window: Sequence[Any], chosen: Sequence[Any], share: Any) -> Any:
-            with self._already_reduced():
-                return self._self_strategy.update(window, chosen, apply, optimizer=outer, weighed_by=share)
+        self._note_window(outer, variables, apply)
 
         def update(total: Sequence[Any], chosen: Sequence[Any], device: int) -> None:
             if device not in self._self_accumulators:
                 self._self_accumulators[device] = self._self_accumulator.another()
-            self._self_accumulators[device].add(
-                total, chosen, lambda window, share: apply_window(window, chosen, share)
-            )
+            self._self_accumulators[device].add(total, chosen, self._flush(outer, chosen, apply))
 
         self._self_strategy.run(gradients, variables, outer, update)
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist import fit_hook, joint_step, keras_compat, operations, world
 from tfdist.data.marks import Dealt, batch_size_of, dealt
 from tfdist.errors import TfdistError
+from tfdist.last_windows import LastWindows
 from tfdist.placed_session import PlacedSession
 from tfdist.strategies import placed
 
@@ -27,6 +28,7 @@ class PlacedHook(fit_hook.StepGuard):
     def __init__(self) -> None:
         super().__init__()
         self._sessions: weakref.WeakKeyDictionary[Any, PlacedSession] = weakref.WeakKeyDictionary()
+        self._windows = LastWindows()
 
     # Around fit().
 
@@ -52,6 +54,7 @@ class PlacedHook(fit_hook.StepGuard):
         return self._watched(f"predict of model {model.name!r}", run)
 
     def event(self, name: str, callbacks: Any, arguments: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        self._windows.event(name, callbacks)
         model = arguments[0] if name == "set_model" else callbacks.model
         session = None if model is None else self._sessions.get(model)
         return run() if session is None else session.event(name, callbacks, arguments, run)
@@ -64,6 +67,7 @@ class PlacedHook(fit_hook.StepGuard):
         if not alone:
             placed.require_scope(model._distribute_strategy, f"model {model.name!r}")
         super().check(model)
+        self._windows.of(model).clear()
         if not alone and model.jit_compile and not model.run_eagerly:
             raise TfdistError(
                 f"Strategy {world.current().strategy} can't compile the train step with XLA, in which replicas "
@@ -85,7 +89,8 @@ class PlacedHook(fit_hook.StepGuard):
         rows = tf.cast(fit_hook.samples(data), tf.float32)
         total = replica.all_reduce(tf.distribute.ReduceOp.SUM, rows)
         weight = tf.math.divide_no_nan(rows, total)
-        with keras_compat.weighing_by(weight), keras_compat.noting_statistics(), joint_step.counting(total):
+        counted = joint_step.counting(lambda: total, self._windows.of(model))
+        with keras_compat.weighing_by(weight), keras_compat.noting_statistics(), counted:
             yield
 
     def keeps_xla_out(self, model: Any) -> bool:

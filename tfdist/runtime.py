@@ -24,6 +24,7 @@ from tfdist.collectives.base import Engine, Group
 from tfdist.control import ControlPlane
 from tfdist.control.watchdog import Watchdog
 from tfdist.errors import BackendUnavailableError, TfdistError
+from tfdist.last_windows import OneRankHook
 from tfdist.placed_hook import PlacedHook
 from tfdist.process_sets import ProcessSet, add_process_set, registered, require_distinct
 from tfdist.strategies import asynchronous_roles, choice, devices, placed
@@ -127,6 +128,8 @@ def init(
         keras_compat.install_for_replicas(PlacedHook())
     elif spec.size > 1:
         keras_compat.install(fit_hook.FitHook())
+    else:
+        keras_compat.install_for_one_rank(OneRankHook())
     if spec.size > 1:
         _announce_crashes()
     atexit.register(shutdown)

@@ -42,6 +42,7 @@ from tfdist.keras_compat.scheduled_steps import (
     scheduled_make_train_function,
 )
 from tfdist.keras_compat.train_function import (
+    counted_make_train_function,
     forget_train_functions,
     guarded_make_train_function,
     has_stock_train_step,
@@ -65,6 +66,7 @@ __all__ = [
     "innermost",
     "install",
     "install_asynchronous",
+    "install_for_one_rank",
     "install_for_replicas",
     "is_slot",
     "kept_here",
@@ -101,6 +103,18 @@ def install(hook: Hook) -> None:
     _patch(model, "fit", fit_loop.announced_fit(model.fit, hook))
     _patch(model, "evaluate", fit_loop.announced_evaluate(model.evaluate, hook))
     _patch_rest(hook)
+
+
+def install_for_one_rank(hook: Any) -> None:
+    """Puts in place what accumulated passes need in a world of one rank: `tfdist.last_windows.OneRankHook`."""
+    if _originals:
+        return
+    import keras
+
+    make, callbacks = keras.Model.make_train_function, keras.callbacks.CallbackList
+    _patch(keras.Model, "make_train_function", counted_make_train_function(make, hook))
+    for name in ("on_train_begin", "on_test_begin", "on_epoch_end"):
+        _patch(callbacks, name, fit_loop.announced_event(name, getattr(callbacks, name), hook))
 
 
 def install_asynchronous(hook: Any, distribution: Any) -> None:

@@ -55,6 +55,28 @@ def guarded_make_train_function(original: Callable[..., Any], hook: Hook) -> Cal
     return make_train_function
 
 
+def counted_make_train_function(original: Callable[..., Any], hook: Any) -> Callable[..., Any]:
+    """Makes Keras's own, whose train step tells the hook which batch it is given."""
+
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        if self.train_function is not None and not force and _terms.get(self) == hook.terms():
+            return self.train_function
+        hook.check(self)
+        with _joint_train_step(self, hook):
+            original(self, force=True)
+        train_function = self.train_function
+
+        def counted_train_function(iterator: Any) -> Any:
+            with _joint_train_step(self, hook):
+                return train_function(iterator)
+
+        self.train_function = counted_train_function
+        _terms[self] = hook.terms()
+        return self.train_function
+
+    return make_train_function
+
+
 def forget_train_functions() -> None:
     """Has Keras make those of all models anew."""
     for model in list(_terms):

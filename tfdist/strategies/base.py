@@ -78,6 +78,12 @@ class Strategy(abc.ABC):
         """Combines gradients in replica context; only where `places_replicas()`, see `replicated.py`."""
         raise NotImplementedError
 
+    def on_each_device(
+        self, optimizer: Any, variables: Sequence[Any], act: Callable[[Sequence[Any], int], Any]
+    ) -> None:
+        """Calls `act(variables, number)` for each device that updates, on its copies of variables; as `run`."""
+        raise NotImplementedError
+
     def settle(self, optimizer: Any, variables: Sequence[Any]) -> Strategy:
         """The strategy that will train these variables; called once, by all ranks, before `build`."""
         return self

@@ -113,20 +113,20 @@ class Replicated(Strategy):
         optimizer: Any,
         weighed_by: Any = None,
     ) -> Any:
-        if weighed_by is not None:  # passes were accumulated, each by its rows
-            gradients = [
-                None
-                if gradient is None
-                else tf.math.divide_no_nan(gradient, tf.cast(weighed_by, gradient.dtype))
-                for gradient in gradients
-            ]
         return apply(gradients, variables)
 
-    def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
+    def on_each_device(
+        self, optimizer: Any, variables: Sequence[Any], act: Callable[[Sequence[Any], int], Any]
+    ) -> None:
         for number, device in enumerate(placed.distribution().extended.worker_devices):
             if self._updates_here(number):
                 with tf.device(device), keras_compat.on_one_device(optimizer, variables, number) as chosen:
-                    optimizer.finalize_variable_values(chosen)
+                    act(chosen, number)
+
+    def finalize(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        self.on_each_device(
+            optimizer, variables, lambda chosen, _: optimizer.finalize_variable_values(chosen)
+        )
 
     def _updates_here(self, number: int) -> bool:
         """Whether the device keeps variables of its own."""

@@ -62,7 +62,8 @@ class PassAccumulator:
         self._prepare(gradients, variables, step)
         share = tf.constant(1.0) if step is None else step.share()
         self._shares.assign_add(share)
-        added = gradients if step is None else _weighed(gradients, share)
+        by = _times if self._is_counted else _weigh
+        added = gradients if step is None else _weighed(gradients, share, by=by)
         for total, gradient in zip(self._added, added, strict=True):
             if total is None:
                 continue
@@ -147,9 +148,15 @@ class PassAccumulator:
         return self._sums[key]
 
 
-def _weighed(gradients: Sequence[Any], share: Any) -> list[Any]:
-    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    result: list[Any] = [None] * len(gradients)
-    for i, gradient in zip(present, joint_step.weigh([gradients[i] for i in present], share), strict=True):
-        result[i] = gradient
-    return result
+def _weighed(gradients: Sequence[Any], share: Any, *, by: Callable[[Any, Any], Any]) -> list[Any]:
+    return [None if gradient is None else by(gradient, share) for gradient in gradients]
+
+
+def _weigh(gradient: Any, share: Any) -> Any:
+    return joint_step.weigh([gradient], share)[0]
+
+
+def _times(gradient: Any, share: Any) -> Any:
+    """As `joint_step.weigh`, of a share that is hardly ever 1, in operations that XLA knows, too."""
+    values = joint_step.values_of(gradient)
+    return joint_step.with_values(gradient, tf.math.multiply_no_nan(values, tf.cast(share, values.dtype)))

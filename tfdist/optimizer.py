@@ -25,7 +25,7 @@ from tfdist.accumulation import PassAccumulator
 from tfdist.collectives.base import ReduceOp
 from tfdist.compression import Compression
 from tfdist.errors import TfdistError
-from tfdist.gradients import DEFAULT_BUCKET_BYTES
+from tfdist.gradients import DEFAULT_BUCKET_BYTES, GradientReducer
 from tfdist.reduction_arguments import make_reducer
 from tfdist.strategies import choice
 from tfdist.variables import array_of, broadcast_model
@@ -290,6 +290,7 @@ class DistributedOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         if self._self_accumulator.passes == 1:
             return
         self._self_last_update = outer, variables, apply
+        GradientReducer.reductions += 1  # an eager pass that only waits is no step without the other ranks
         step = joint_step.current()
         if step is not None and all(each is not self for each in step.windows):
             step.windows.append(self)

@@ -6,8 +6,7 @@ Training that recomputes blocks keeps what crosses the cuts, and, one block at a
 
 For n equal layers the least is at √n blocks (Chen et al. 2016). In general, for a bound on the largest block,
 dynamic programming over the chain finds the cuts with the fewest bytes across, and all bounds of interest are
-tried. Given a budget, only as many blocks are recomputed as it takes (the trade of Jain et al. 2020, "Checkmate",
-for blocks of consecutive layers in place of single values).
+tried. Given a budget, `least_work` recomputes no more than it takes.
 """
 
 from __future__ import annotations
@@ -58,47 +57,13 @@ def in_blocks(chain: Chain, number: int) -> Plan:
     return min(_partitions(chain, number), key=lambda plan: (plan.peak, len(plan.ends)))
 
 
-def within(chain: Chain, budget: int) -> Plan | None:
-    """The least recomputation with a peak within `budget` bytes; None if there is none.
-
-    Args:
-        chain: what is kept.
-        budget: bytes for activations.
-    """
-    total = sum(chain.kept)
-    if total <= budget:
-        return Plan((len(chain.kept),), frozenset(), total)
-    plans = [_kept_where_possible(chain, plan, budget) for plan in _partitions(chain, len(chain.kept))]
-    fitting = [plan for plan in plans if plan.peak <= budget]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda plan: (_work(chain, plan), len(plan.recomputed)))
-
-
-def _kept_where_possible(chain: Chain, plan: Plan, budget: int) -> Plan:
-    """Stops recomputing blocks as long as the peak stays within the budget, the largest first."""
-    sizes = _sizes(chain, plan.ends)
-    recomputed = set(plan.recomputed)
-    peak = plan.peak
-    for block in sorted(recomputed, key=lambda block: -sizes[block]):
-        fewer = recomputed - {block}
-        lower = _peak(chain, plan.ends, fewer)
-        if lower <= budget:
-            recomputed, peak = fewer, lower
-    return Plan(plan.ends, frozenset(recomputed), peak)
-
-
-def _work(chain: Chain, plan: Plan) -> int:
-    sizes = _sizes(chain, plan.ends)
-    return sum(sizes[block] for block in plan.recomputed)
-
-
 def _sizes(chain: Chain, ends: Sequence[int]) -> list[int]:
     starts = [0, *ends[:-1]]
     return [sum(chain.kept[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
-def _peak(chain: Chain, ends: Sequence[int], recomputed: set[int]) -> int:
+def peak_of(chain: Chain, ends: Sequence[int], recomputed: set[int]) -> int:
+    """Bytes that activations take if these blocks are recomputed."""
     sizes = _sizes(chain, ends)
     # What crosses into a block that is kept as a whole is counted as the inside of the one before, if that is, too.
     across = sum(
@@ -112,14 +77,14 @@ def _peak(chain: Chain, ends: Sequence[int], recomputed: set[int]) -> int:
 
 def _partitions(chain: Chain, most: int) -> Iterator[Plan]:
     """The best cuts for each bound on the size of a block, at most `most` blocks."""
-    for bound in _bounds(chain):
+    for bound in block_bounds(chain):
         ends = _cheapest_cuts(chain, bound, most)
         if ends is not None:
             recomputed = set(range(len(ends)))
-            yield Plan(ends, frozenset(recomputed), _peak(chain, ends, recomputed))
+            yield Plan(ends, frozenset(recomputed), peak_of(chain, ends, recomputed))
 
 
-def _bounds(chain: Chain) -> list[int]:
+def block_bounds(chain: Chain) -> list[int]:
     """Sizes of the largest block to try, from that of one layer to that of all."""
     least, total = max(chain.kept), sum(chain.kept)
     if least == 0:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.keras_compat.functional_graphs import Part, graph_of, parts_of, run_in_parts
 from tfdist.keras_compat.replay_scopes import add_losses
-from tfdist.layers import cuts
+from tfdist.layers import cuts, least_work
 from tfdist.layers.decorating import is_recorded
 from tfdist.layers.kept_bytes import measure_chain
 from tfdist.layers.memory_sizes import bytes_of_text
@@ -93,7 +93,7 @@ def _plan(
     if memory is not None:
         budget = bytes_of_text(memory)
         fixed = _bytes_of_state(model)
-        plan = cuts.within(chain, budget - fixed)
+        plan = least_work.within(chain, budget - fixed)
         if plan is None:
             least = fixed + cuts.least_memory(chain).peak
             raise ValueError(

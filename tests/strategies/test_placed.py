@@ -26,6 +26,9 @@ CASES: dict[str, dict[str, Any]] = {
     "passes, momentum, clipping": {
         "optimizer": "SGD", "config": {"learning_rate": 0.1, "momentum": 0.9, "clipnorm": 0.1}, "passes": 2,
     },
+    "passes, of which the last window holds half": {
+        "optimizer": "Adam", "config": {"learning_rate": 0.01, "use_ema": True}, "passes": 2, "rows": 40,
+    },
     "Keras's accumulation, steps per execution, a dataset": {
         "optimizer": "Adam", "config": {"gradient_accumulation_steps": 2},
         "compile": {"steps_per_execution": 3}, "dataset": True,

@@ -159,6 +159,8 @@ class FitHook(StepGuard):
             return run()
         except Exception as error:
             session.fail(error)
+            for each in steps.windows:
+                each.close_window(0, carries=False)  # dropped, on all ranks
             raise
         finally:
             del _sessions[model]

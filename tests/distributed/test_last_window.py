@@ -120,6 +120,51 @@ def test_sum_of_the_last_window_is_of_the_passes_that_it_holds(world: World) -> 
     assert_equal(world.call(trained, False, False, {"steps_per_execution": 4}, False), expected, 0)
 
 
+def trained_by_servers() -> dict[str, Any]:
+    with bodies.under("parameter_server"):
+        return trained(False, False, {}, False)
+
+
+@on(("tf", 2))
+def test_last_window_on_parameter_servers(world: World) -> None:
+    expected = in_one_process(reference, False, world.size, False)
+    assert_equal(world.call(trained_by_servers), expected, 0)
+
+
+def failing(at: int) -> list[str]:
+    """The last rank fails after a pass inside a window; then all train again."""
+    import keras
+
+    import tfdist
+
+    class Failing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == at and tfdist.rank() == tfdist.size() - 1:
+                raise ValueError("raised")
+
+    model = made(wrapped=True, options={})
+    said = []
+    for callbacks in ([Failing()], []):
+        try:
+            rows = [list(range(8 * i, 8 * i + 8)) for i in range(6)]
+            model.fit(fitting.dataset(rows, length=True), verbose=0, callbacks=callbacks)
+        except Exception as error:
+            said.append(f"{type(error).__name__}, {model.optimizer.passes_held} held")
+        else:
+            said.append("trained")
+        tfdist.check_in_sync(model)
+    return [*said, str(int(model.optimizer.iterations)), str(model.optimizer.passes_held)]
+
+
+@on(("tf", 2))
+@pytest.mark.parametrize("at", [1, 5], ids=["first window", "last pass"])
+def test_failure_inside_a_window_is_told_to_all_and_they_train_again(world: World, at: int) -> None:
+    *others, failed = world.call(failing, at)
+    assert failed[:2] == ["ValueError, 0 held", "trained"]
+    assert all(each[:2] == ["PeerFailedError, 0 held", "trained"] for each in others)
+    assert {(each[2], each[3]) for each in [*others, failed]} == {("2" if at == 1 else "3", "0")}
+
+
 def loop(size: int) -> dict[str, Any]:
     """A loop of the user's own, of six passes with equal rows, then `apply_last_window`."""
     import keras

@@ -37,7 +37,7 @@ _HOME = {
                       "PeerFailedError", "OutOfSyncError"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_SUBMODULES = ("callbacks", "cost", "layers")
+_SUBMODULES = ("callbacks", "cost", "layers", "pipeline")
 
 __all__ = ["__version__", *_SUBMODULES, *_MODULE_OF]
 

@@ -102,6 +102,18 @@ def run_in_parts(functional: Any, parts: Sequence[Part], run: RunPart) -> None:
             results = run(part, [values[tensor] for tensor in part.inputs], operation_fn)
             values.update(zip(part.outputs, results, strict=True))
 
+    run_by(functional, parts, loop)
+
+
+def run_by(functional: Any, parts: Sequence[Part], loop: Callable[..., None]) -> None:
+    """From now on the model runs through `loop`, which runs all of `parts`.
+
+    Args:
+        functional: from `graph_of`.
+        parts: of it.
+        loop: gets a dictionary from ids of symbolic tensors to values, which holds the inputs, and adds the
+            outputs; and `operation_fn`.
+    """
     functional.__dict__[_LOOP] = _Loop(functional, parts, loop)
 
 

@@ -32,6 +32,16 @@ def move_variable(variable: Any, device: str) -> None:
         )
 
 
+def find_moved(optimizer: Any) -> None:
+    """Has a built optimizer, which knows variables by their `tf.Variable`s, know those that were moved."""
+    for each in innermost(optimizer):
+        if each.built:
+            known = {
+                each._var_key(variable): number for number, variable in enumerate(each._trainable_variables)
+            }
+            each._trainable_variables_indices = known
+
+
 def place_slots(optimizer: Any) -> None:
     """Has an optimizer that isn't built yet make its slots on the devices of its variables."""
     for each in innermost(optimizer):

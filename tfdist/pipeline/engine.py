@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_compat.device_placement import move_variable, place_slots
+from tfdist.keras_compat.device_placement import find_moved, move_variable, place_slots
 from tfdist.keras_compat.functional_graphs import graph_of
 from tfdist.keras_compat.replaced import replaced
 from tfdist.pipeline.plan import make_plan
@@ -94,6 +94,8 @@ class Pipeline(keras.Model):  # type: ignore[misc, unused-ignore]
         for part, device in zip(parts, chosen, strict=True):
             for variable in {id(each): each for layer in part.layers for each in layer.variables}.values():
                 move_variable(variable, device)
+        if getattr(model, "optimizer", None) is not None:
+            find_moved(model.optimizer)
 
     @property
     def output_names(self) -> Any:

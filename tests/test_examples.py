@@ -115,6 +115,14 @@ def test_deep_network_learns_in_less_memory(environment: dict[str, str]) -> None
     assert float(accuracy[1]) >= 95
 
 
+def test_network_learns_in_stages(environment: dict[str, str]) -> None:
+    output = run(environment, "pipeline.py", ranks=1)
+    accuracy = re.search(r"held-out digits: ([0-9.]+)%, in 2 stages", output)
+    assert accuracy, output[-3000:]
+    assert float(accuracy[1]) >= 95
+    assert "4 micro-batches; devices idle" in output
+
+
 def test_custom_loop_learns_in_sync(environment: dict[str, str]) -> None:
     output = run(environment, "custom_loop.py", "--epochs", "8")
     losses = [float(loss) for loss in re.findall(r"Epoch \d: loss ([0-9.]+)", output)]

@@ -111,3 +111,8 @@ def test_refusals(process: World) -> None:
     ]
     for message, start in zip(messages, wanted, strict=True):
         assert message.startswith(start)
+
+
+def test_a_stage_computes_again_one_micro_batch_after_another(process: World) -> None:
+    (found,) = process.call(training.order_of_replays)
+    assert found == {device: [True] * 3 for device in ("CPU:0", "CPU:1", "CPU:2")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,33 @@ def refusals() -> list[str]:
         except (ValueError, TypeError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages
+
+
+def order_of_replays() -> dict[str, list[bool]]:
+    """For each stage: whether each run of its activation in the backward pass waits for one of another."""
+    keras.utils.set_random_seed(3)
+    hidden = [layers.Dense(5, "tanh"), layers.Dense(5, "tanh"), layers.Dense(5, "tanh")]
+    pipe = tfdist.pipeline.Pipeline(
+        keras.Sequential([keras.Input((6,)), *hidden]), stages=3, micro_batches=4, balance="parameters"
+    )
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(pipe(x, training=True) ** 2)
+        return tape.gradient(loss, [each.value for each in pipe.trainable_variables])
+
+    operations = step.get_concrete_function(tf.constant(X)).graph.get_operations()
+    before: dict[Any, set[Any]] = {}
+    for each in operations:
+        inputs = [tensor.op for tensor in each.inputs] + [
+            other for other in each.control_inputs if other in before
+        ]
+        before[each] = set(inputs).union(*(before[other] for other in inputs))
+    result = {}
+    for device in ("CPU:0", "CPU:1", "CPU:2"):
+        runs = [each for each in operations if each.type == "Tanh" and each.device.endswith(device)]
+        again = runs[4:]
+        assert len(runs) == 8, runs
+        result[device] = [former in before[latter] for former, latter in itertools.pairwise(again)]
+    return result

@@ -57,14 +57,15 @@ def in_blocks(chain: Chain, number: int) -> Plan:
     return min(_partitions(chain, number), key=lambda plan: (plan.peak, len(plan.ends)))
 
 
-def _sizes(chain: Chain, ends: Sequence[int]) -> list[int]:
+def block_sizes(chain: Chain, ends: Sequence[int]) -> list[int]:
+    """Bytes that the layers of each block keep."""
     starts = [0, *ends[:-1]]
     return [sum(chain.kept[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
 def peak_of(chain: Chain, ends: Sequence[int], recomputed: set[int]) -> int:
     """Bytes that activations take if these blocks are recomputed."""
-    sizes = _sizes(chain, ends)
+    sizes = block_sizes(chain, ends)
     # What crosses into a block that is kept as a whole is counted as the inside of the one before, if that is, too.
     across = sum(
         chain.across[end - 1]

@@ -18,12 +18,12 @@ Source: Jain et al. 2020, "Checkmate", for blocks of consecutive layers in place
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from tfdist.layers.cuts import Chain, Plan, block_bounds, least_memory, peak_of
+from tfdist.layers.cuts import Chain, Plan, block_bounds, block_sizes, least_memory, peak_of
 
 _LEVELS = 512
 _BOUNDS = 40
@@ -143,8 +143,8 @@ def _bounds(chain: Chain) -> list[int]:
 
 
 def _work(chain: Chain, plan: Plan) -> int:
-    starts: Sequence[int] = (0, *plan.ends[:-1])
-    return sum(sum(chain.kept[starts[block] : plan.ends[block]]) for block in plan.recomputed)
+    sizes = block_sizes(chain, plan.ends)
+    return sum(sizes[block] for block in plan.recomputed)
 
 
 def _key(chain: Chain, plan: Plan) -> tuple[int, int]:
